@@ -1,0 +1,1 @@
+"""Recipes and keys, entries, manifests, tags, and the stores that keep them."""

@@ -1,0 +1,112 @@
+"""The recipe: the complete, canonical description of a unit's inputs. Its SHA-256 is the key.
+
+Every ingredient is a named part of one document, so that two recipes can be compared part by part
+(`neffbuild explain`). The rule for serve options is the safe one: the whole serve config goes in and
+named options are taken out, each with its reason (`neffbuild.cache.serve_options`), so an option
+nobody here has heard of changes the key rather than being forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from neffbuild.cache.canonical import digest_document
+from neffbuild.cache.serve_options import auxiliary_layers, serve_ingredient
+from neffbuild.config.build import BuildConfig
+from neffbuild.config.serve import VLLM_VERSION
+from neffbuild.grid.shapes import Family, Shape
+
+SCHEMA = "neffbuild.recipe/1"
+
+_DRAFT_FAMILIES = frozenset({Family.DRAFT, Family.DRAFT_PREFILL})
+
+
+@dataclass(frozen=True, slots=True)
+class ToolchainIdentity:
+    """What a toolchain contributes to recipes.
+
+    `versions` are exact tool versions; `flags` the canonical compiler flags; `environment` the keyed
+    environment variables that are set; `source_digest` covers the source that defines the graph.
+    `symbolic_kv_blocks` says that programs do not depend on the size of the KV pool. `unresolved`
+    names what this machine cannot know and what to pin for it.
+    """
+
+    name: str
+    route: str
+    target: str
+    engine: str
+    versions: Mapping[str, str]
+    flags: tuple[str, ...]
+    source_digest: str
+    symbolic_kv_blocks: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+    unresolved: tuple[str, ...] = ()
+
+    @property
+    def platform(self) -> dict[str, Any]:
+        """What an artifact can run on: (target, toolchain, route, tool versions)."""
+        return {
+            "toolchain": self.name,
+            "route": self.route,
+            "target": self.target,
+            "versions": dict(self.versions),
+        }
+
+    def document(self) -> dict[str, Any]:
+        return {
+            **self.platform,
+            "engine": self.engine,
+            "flags": list(self.flags),
+            "source_digest": self.source_digest,
+            "environment": dict(self.environment),
+        }
+
+
+def unit_recipe(
+    config: BuildConfig,
+    shape: Shape,
+    identity: ToolchainIdentity,
+    *,
+    num_kv_blocks: int | None,
+    rank_scope: str = "all",
+) -> dict[str, Any]:
+    """The recipe of one unit.
+
+    `num_kv_blocks` is the size of the KV pool in blocks, or None where programs keep it symbolic.
+    `rank_scope` is "all" when every rank shares the program.
+    """
+    draft = config.draft_model if shape.family in _DRAFT_FAMILIES else None
+    return {
+        "schema": SCHEMA,
+        "kind": "unit",
+        "shape": shape.document(),
+        "rank_scope": rank_scope,
+        "model": dict(config.model.architecture),
+        "draft_model": dict(draft.architecture) if draft else None,
+        "auxiliary_layers": auxiliary_layers(config),
+        "num_kv_blocks": "symbolic" if num_kv_blocks is None else num_kv_blocks,
+        "serve": serve_ingredient(config.serve, shape.family),
+        "vllm_version": VLLM_VERSION,
+        "toolchain": identity.document(),
+    }
+
+
+def graph_recipe(
+    graph_digest: str, platform: Mapping[str, Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The recipe of a graph: what the torch.compile backend looks up. A graph met with no unit in
+    context is stored under it; for a unit's graph the manifest's graph index leads to the unit."""
+    return {
+        "schema": SCHEMA,
+        "kind": "graph",
+        "graph_digest": graph_digest,
+        "platform": dict(platform),
+        "options": dict(options),
+    }
+
+
+def recipe_key(recipe: Mapping[str, Any]) -> str:
+    """SHA-256 of the canonical JSON of the recipe."""
+    return digest_document(recipe)

@@ -1,0 +1,84 @@
+"""The one narrow protocol between the cache and the places artifacts are kept.
+
+A store keeps two kinds of things: *documents* (small JSON files with a name and a version) and
+*blobs* (files of any size named by the SHA-256 of their raw bytes). What the documents mean is not
+its business: `neffbuild.cache.catalog` knows that, once, for every store. Policies (tiers, fault
+injection, counting) wrap a store and are stores themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A document as read, with the version token that `replace` compares against."""
+
+    data: bytes
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One line of a listing: `name` as handed to `read`, `size` in bytes, `modified` in epoch seconds."""
+
+    name: str
+    size: int
+    modified: float
+
+
+class Store(Protocol):
+    """Every method raises `StoreError` when the place cannot be reached or refuses.
+
+    Document names are relative POSIX paths below the layout version (`entries/ab/<key>.json`).
+    """
+
+    @property
+    def url(self) -> str:
+        """How a user names this store."""
+        ...
+
+    def read(self, name: str) -> Document | None:
+        """The document, or None when there is none."""
+        ...
+
+    def read_many(self, names: Iterable[str]) -> Mapping[str, Document]:
+        """The documents that exist among `names`; few requests for many names."""
+        ...
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a document that must not exist yet. False when it does: somebody else's stands."""
+        ...
+
+    def replace(self, name: str, data: bytes, version: str) -> bool:
+        """Write over the document read as `version`. False when it has changed or gone since."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Remove a document; one that is gone already is no error."""
+        ...
+
+    def list(self, prefix: str) -> Iterator[Listed]:
+        """Every document whose name starts with `prefix`, in no particular order."""
+        ...
+
+    def present_blobs(self, sizes: Mapping[str, int]) -> set[str]:
+        """Which of these blobs (digest → raw size in bytes) are here with that size."""
+        ...
+
+    def put_blob(self, digest: str, source: Path) -> None:
+        """Store the file's bytes under `digest`, atomically; a blob already here with the right
+        size is left alone."""
+        ...
+
+    def fetch_blob(self, digest: str, size: int, destination: Path) -> None:
+        """Write the blob's raw bytes to `destination`, checking size and digest on the way.
+
+        Raises `IntegrityError` when what is stored is missing or not the bytes the digest names;
+        nothing is left at `destination` then.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""Serve config and build config: schema, loading, errors."""

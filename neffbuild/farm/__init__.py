@@ -1,0 +1,1 @@
+"""Where compiles run: the schedule, the executor, the worker, what became of each unit."""

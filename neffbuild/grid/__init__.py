@@ -1,0 +1,1 @@
+"""Shapes, ladders, grid expansion, shape selection and coverage: pure rules, no torch, no I/O."""

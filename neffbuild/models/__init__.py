@@ -1,0 +1,1 @@
+"""The reference paged-KV decoder that the inductor toolchain compiles."""

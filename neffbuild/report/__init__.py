@@ -1,0 +1,1 @@
+"""The compile-time report, one module per output."""

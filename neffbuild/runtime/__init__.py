@@ -1,0 +1,1 @@
+"""The serving side: loader, dispatcher, block-table trim, torch.compile backend."""

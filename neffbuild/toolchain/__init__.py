@@ -1,0 +1,1 @@
+"""Compilers: capture → compile → load, one module each."""

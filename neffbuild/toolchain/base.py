@@ -1,0 +1,118 @@
+"""What a compiler must offer to be a toolchain: capture → compile → load.
+
+A toolchain is one module, found through the entry-point group `neffbuild.toolchains`, so a third
+party adds one without touching this repository. It never knows where artifacts are kept: it is handed
+a scratch folder to write to and files to load from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+from neffbuild.cache.recipe import ToolchainIdentity
+from neffbuild.config.build import BuildConfig
+from neffbuild.grid.bucketer import QueryLenSupport
+from neffbuild.grid.shapes import Shape
+
+
+class KVGroup(StrEnum):
+    """Kinds of KV state a model's layers keep."""
+
+    FULL = "full"
+    SLIDING_WINDOW = "sliding_window"
+    MLA = "mla"
+    RECURRENT = "recurrent"
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a toolchain's programs can do; the planner decides from this, never from the name."""
+
+    query_len_support: QueryLenSupport
+    kv_groups: frozenset[KVGroup]
+    speculation_under_dcp: bool = False
+    needs_device: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """What one worker compiles: a shape of one model for one toolchain, with its recipe and key."""
+
+    config: BuildConfig
+    shape: Shape
+    recipe: Mapping[str, Any]
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A captured graph. `graph_digest` is the digest of its canonical walk; `graph` is the
+    toolchain's own and means nothing to anyone else."""
+
+    graph_digest: str
+    graph: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """Files a compile produced: the name each must have when loaded → where it lies now."""
+
+    files: Mapping[str, Path]
+    statistics: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of `neffbuild doctor`."""
+
+    subject: str
+    ok: bool
+    detail: str
+    hint: str | None = None
+
+
+class Toolchain(Protocol):
+    """One compiler."""
+
+    name: str
+    capabilities: Capabilities
+
+    def identity(self, config: BuildConfig) -> ToolchainIdentity:
+        """Name, route, target, versions, flags and source digest as they enter recipes.
+
+        Imports nothing heavy. What cannot be known here is left out of `versions` and named in
+        `ToolchainIdentity.unresolved` with what to pin. Raises `ConfigError` for a bad target or flag.
+        """
+        ...
+
+    def refusal(self, config: BuildConfig, shape: Shape | None = None) -> str | None:
+        """Why this toolchain cannot build the config (or one shape of it); None when it can."""
+        ...
+
+    def findings(self) -> list[Finding]:
+        """What is installed, and whether compiles and loads can run here."""
+        ...
+
+    @property
+    def preload(self) -> tuple[str, ...]:
+        """Modules worth importing once in the server that workers are forked from."""
+        ...
+
+    def capture(self, unit: Unit) -> Captured:
+        """Trace the unit's graph. Raises `ToolchainRefusal` for what cannot be built."""
+        ...
+
+    def compile(self, unit: Unit, captured: Captured, scratch: Path) -> Artifact:
+        """Compile into `scratch`, leaving nothing outside it."""
+        ...
+
+    def load(self, files: Path, recipe: Mapping[str, Any]) -> Callable[..., Any]:
+        """A ready executable from a folder that holds the artifact's files under their names.
+
+        No tracing and no compiling. Raises `ToolchainRefusal` when this host cannot run it.
+        """
+        ...
