@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from neffbuild.cache.canonical import digest_document
-from neffbuild.cache.serve_options import auxiliary_layers, serve_ingredient
+from neffbuild.cache.serve_options import auxiliary_layers, graph_options, serve_ingredient
 from neffbuild.config.build import BuildConfig
 from neffbuild.config.serve import VLLM_VERSION
 from neffbuild.grid.shapes import Family, Shape
@@ -64,33 +64,37 @@ class ToolchainIdentity:
         }
 
 
-def unit_recipe(
+def family_recipe(
     config: BuildConfig,
-    shape: Shape,
+    family: Family,
     identity: ToolchainIdentity,
     *,
     num_kv_blocks: int | None,
     rank_scope: str = "all",
 ) -> dict[str, Any]:
-    """The recipe of one unit.
+    """What the recipes of all units of one family share; `unit_recipe` adds the shape.
 
     `num_kv_blocks` is the size of the KV pool in blocks, or None where programs keep it symbolic.
     `rank_scope` is "all" when every rank shares the program.
     """
-    draft = config.draft_model if shape.family in _DRAFT_FAMILIES else None
+    draft = config.draft_model if family in _DRAFT_FAMILIES else None
     return {
         "schema": SCHEMA,
         "kind": "unit",
-        "shape": shape.document(),
         "rank_scope": rank_scope,
         "model": dict(config.model.architecture),
         "draft_model": dict(draft.architecture) if draft else None,
         "auxiliary_layers": auxiliary_layers(config),
         "num_kv_blocks": "symbolic" if num_kv_blocks is None else num_kv_blocks,
-        "serve": serve_ingredient(config.serve, shape.family),
+        "serve": serve_ingredient(config.serve, family),
         "vllm_version": VLLM_VERSION,
         "toolchain": identity.document(),
     }
+
+
+def unit_recipe(shared: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
+    """The recipe of one unit: its family's shared part and its shape."""
+    return {**shared, "shape": shape.document()}
 
 
 def graph_recipe(
@@ -110,3 +114,25 @@ def graph_recipe(
 def recipe_key(recipe: Mapping[str, Any]) -> str:
     """SHA-256 of the canonical JSON of the recipe."""
     return digest_document(recipe)
+
+
+def config_digest(config: BuildConfig) -> str:
+    """Which serve config this is, wherever it is read: leads from a config to its local manifest.
+
+    Unlike a key it holds the bucket lists (they are what a manifest covers) and no tool versions (a
+    serving machine may lack the compiler); the manifest itself states the platform.
+    """
+    return digest_document(
+        {
+            "serve": graph_options(config.serve),
+            "model": dict(config.model.architecture),
+            "draft_model": dict(config.draft_model.architecture) if config.draft_model else None,
+            "toolchain": {
+                "name": config.toolchain.name,
+                "route": config.toolchain.route,
+                "target": config.toolchain.target,
+                "engine": config.toolchain.engine,
+                "flags": list(config.toolchain.flags),
+            },
+        }
+    )
