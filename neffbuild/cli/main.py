@@ -1,0 +1,115 @@
+"""The `neffbuild` command: which commands there are, and how every one of them ends.
+
+Commands are imported only when they run, so `--help` costs nothing of theirs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any, NoReturn
+
+import click
+
+from neffbuild import __version__
+from neffbuild.cli import logs, output
+from neffbuild.config.errors import ConfigError, NeffbuildError
+
+_COMMANDS = {
+    "plan": "What a serve config needs compiled, and what the cache already has.",
+    "compile": "Compile what is missing into the local cache.",
+    "push": "Copy a compiled config to a store and name it with a tag.",
+    "pull": "Fetch what a tag names into the local cache.",
+    "verify": "Check artifacts against their digests and the config against its artifacts.",
+    "report": "Compile time, memory and artifact size of every unit.",
+    "explain": "The recipe of a unit, ingredient by ingredient, or the difference of two.",
+    "replay": "Run decode steps through the dispatcher and count what they read.",
+    "doctor": "What is installed, which toolchains can run here and why not.",
+}
+
+
+class _LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module = importlib.import_module(f"neffbuild.cli.{cmd_name}")
+        command: click.Command = module.command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="neffbuild")
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    show_default=True,
+    help="Least severe log line shown on stderr.",
+)
+@click.option(
+    "--log-format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="Log lines as key=value text or as JSON objects.",
+)
+def cli(log_level: str, log_format: str) -> None:
+    """Compile shape-bucketed decode graphs ahead of time, cache them, serve them warm.
+
+    A command that needs a serve config takes it as its first argument, or a `vllm serve …` command
+    line after `--`. Exit status: 0 done; 1 some unit failed or is missing; 2 the config or command
+    line is wrong; 3 a store cannot be reached or refuses; 4 integrity or signature failure.
+    """
+    logs.configure(log_level, log_format)
+
+
+def main() -> NoReturn:
+    """Entry point of the console script; never returns, never shows a user a traceback."""
+    json_wanted = "--json" in _own_arguments(sys.argv[1:])
+    try:
+        status = cli(standalone_mode=False)
+    except click.exceptions.Abort:
+        status = 130
+    except click.ClickException as error:
+        status = _fail(_usage_error(error), json_wanted)
+    except NeffbuildError as error:
+        status = _fail(error, json_wanted)
+    except BrokenPipeError:
+        # The reader of our standard output went away (`neffbuild plan … | head`): not an error, and
+        # the interpreter must not complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 0
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _own_arguments(arguments: list[str]) -> list[str]:
+    """What stands before `--`; the rest is somebody else's command line."""
+    return arguments[: arguments.index("--")] if "--" in arguments else arguments
+
+
+def _usage_error(error: click.ClickException) -> NeffbuildError:
+    hint: str | None = None
+    context: Any = getattr(error, "ctx", None)
+    if context is not None:
+        hint = f"see `{context.command_path} --help`"
+    return ConfigError(error.format_message(), hint=hint)
+
+
+def _fail(error: NeffbuildError, json_wanted: bool) -> int:
+    if json_wanted:
+        output.print_json(output.error_document(error))
+    else:
+        click.echo(output.error_text(error), err=True)
+    return error.exit_status
+
+
+if __name__ == "__main__":
+    main()
