@@ -90,7 +90,13 @@ class Toolchain(Protocol):
         ...
 
     def refusal(self, config: BuildConfig, shape: Shape | None = None) -> str | None:
-        """Why this toolchain cannot build the config (or one shape of it); None when it can."""
+        """Why this toolchain cannot build the config (or one shape of it) on any host; None when it
+        can."""
+        ...
+
+    def host_refusal(self, config: BuildConfig) -> str | None:
+        """Why this host cannot compile the config's units (a compiler missing, a version other than
+        the one pinned); None when it can. `compile` refuses for the same reasons."""
         ...
 
     def findings(self) -> list[Finding]:
@@ -106,8 +112,16 @@ class Toolchain(Protocol):
         """Trace the unit's graph. Raises `ToolchainRefusal` for what cannot be built."""
         ...
 
-    def compile(self, unit: Unit, captured: Captured, scratch: Path) -> Artifact:
-        """Compile into `scratch`, leaving nothing outside it."""
+    def compile(
+        self, unit: Unit, captured: Captured, scratch: Path, *, shared: Path | None = None
+    ) -> Artifact:
+        """Compile into `scratch`, leaving nothing outside it.
+
+        `shared` is a folder that all units of one farm are given, for what they can share (precompiled
+        headers); it may be there already, and several processes use it at once. Raises
+        `ToolchainRefusal` for what `host_refusal` says, and when this host is not what the unit's
+        recipe was made for.
+        """
         ...
 
     def load(self, files: Path, recipe: Mapping[str, Any]) -> Callable[..., Any]:

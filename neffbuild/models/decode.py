@@ -1,0 +1,104 @@
+"""What a decode step is called with: one description that capture and runtime share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from neffbuild.cache.recipe import auxiliary_layers
+from neffbuild.config.build import BuildConfig
+from neffbuild.config.errors import ConfigError
+from neffbuild.grid.shapes import DecodeShape, Family
+from neffbuild.models.architecture import LlamaArchitecture
+from neffbuild.models.llama import KVCache, LlamaDecoder
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""`serve.dtype` → torch dtype of weights, activations and KV cache."""
+
+
+class StepInputs(NamedTuple):
+    """A step's small inputs, in the order `LlamaDecoder.forward` takes them; shapes and dtypes there."""
+
+    input_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    block_table: Tensor
+    query_lens: Tensor
+
+
+def step_inputs(shape: DecodeShape, block_size: int) -> StepInputs:
+    """Inputs of a program that holds pad rows only (all zero): buffers to fill, or an example."""
+    tokens = (shape.num_seqs, shape.query_len)
+    return StepInputs(
+        input_ids=torch.zeros(tokens, dtype=torch.int32),
+        positions=torch.zeros(tokens, dtype=torch.int64),
+        slot_mapping=torch.zeros(tokens, dtype=torch.int64),
+        block_table=torch.zeros(
+            shape.num_seqs, block_table_width(shape.context_len, block_size), dtype=torch.int32
+        ),
+        query_lens=torch.zeros(shape.num_seqs, dtype=torch.int32),
+    )
+
+
+def block_table_width(context_len: int, block_size: int) -> int:
+    """Columns of the head-trimmed block table: blocks that hold `context_len` positions."""
+    return -(-context_len // block_size)
+
+
+def allocate_kv_caches(
+    architecture: LlamaArchitecture, dtype: torch.dtype, num_blocks: int, block_size: int
+) -> list[KVCache]:
+    """Zeroed KV pool, per layer `(keys, values)`; block 0 is the null block."""
+    size = (num_blocks, block_size, architecture.num_key_value_heads, architecture.head_dim)
+    return [
+        (torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype))
+        for _ in range(architecture.num_hidden_layers)
+    ]
+
+
+def mark_num_blocks_symbolic(kv_caches: Sequence[KVCache]) -> None:
+    """Tell Dynamo that the number of blocks may vary, so that one program serves every pool size.
+
+    Needed wherever a step is traced, so that the graphs are the same; imports `torch._dynamo`.
+    """
+    from torch._dynamo import mark_dynamic
+
+    for cache in kv_caches:
+        for tensor in cache:
+            mark_dynamic(tensor, 0)
+
+
+def model_dtype(config: BuildConfig) -> torch.dtype:
+    """Dtype of the config's model. Raises `ConfigError` for one the decoder does not compute in."""
+    try:
+        return DTYPES[config.serve.dtype]
+    except KeyError:
+        raise ConfigError(
+            f"the reference model computes in {' or '.join(DTYPES)}, not {config.serve.dtype!r}",
+            field="serve.dtype",
+            value=config.serve.dtype,
+            hint=f"set serve.dtype to one of {', '.join(DTYPES)}",
+        ) from None
+
+
+def build_decoder(config: BuildConfig, family: Family) -> LlamaDecoder:
+    """The model whose step a family's programs run, parameters uninitialised.
+
+    The two families that run beside an EAGLE3 draft return auxiliary hidden states; `target` does not.
+    Raises `ConfigError` for a model the decoder does not compute.
+    """
+    return LlamaDecoder(
+        LlamaArchitecture.from_config(config.model.architecture),
+        model_dtype(config),
+        auxiliary_layers(config) or () if family is not Family.TARGET else (),
+    )
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer by its dotted name, shared ones under each of their names."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
