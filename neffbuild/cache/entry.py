@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import Any, Self
 
-from neffbuild.cache.canonical import canonical_json, digest_document
+from neffbuild.cache.canonical import (
+    canonical_json,
+    digest_bytes,
+    digest_document,
+    parse_json,
+    refuse_constant,
+    require_digest,
+    require_object,
+)
 from neffbuild.config.errors import IntegrityError
 
 SCHEMA = "neffbuild.entry/1"
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_PART = r"(?!\.{1,2}(?:/|\Z))[^/\\\x00-\x1f\x7f]+"
+_FILE_NAME = re.compile(rf"{_PART}(?:/{_PART})*")
+_LONGEST_NAME = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,42 +91,96 @@ class Entry:
             if document["schema"] != SCHEMA:
                 raise IntegrityError(f"entry has schema {document['schema']!r}, expected {SCHEMA}")
             entry = cls(
-                recipe=_mapping(document["recipe"]),
+                recipe=require_object(document["recipe"]),
                 files={
                     _safe_name(name): _file_record(record)
-                    for name, record in _mapping(document["files"]).items()
+                    for name, record in require_object(document["files"]).items()
                 },
-                graph_digest=_digest(document["graph_digest"]),
-                graph_key=_digest(document["graph_key"]),
-                statistics=_mapping(document["statistics"]),
+                graph_digest=require_digest(document["graph_digest"]),
+                graph_key=require_digest(document["graph_key"]),
+                statistics=require_object(document["statistics"]),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+            key = entry.key
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise IntegrityError(f"entry is malformed: {error!r}") from error
-        if not entry.files:
-            raise IntegrityError("entry names no files")
-        if expected_key is not None and entry.key != expected_key:
-            raise IntegrityError(
-                f"entry filed under {expected_key} holds the recipe of {entry.key}",
-            )
+        _check_files(entry.files)
+        if expected_key is not None and key != expected_key:
+            raise IntegrityError(f"entry filed under {expected_key} holds the recipe of {key}")
         return entry
 
+    @classmethod
+    def from_json(cls, data: bytes, *, expected_key: str) -> Self:
+        """Parse an entry document as a store returned it. Raises `IntegrityError`."""
+        return cls.from_document(parse_json(data, "entry"), expected_key=expected_key)
 
-def _mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TypeError(f"expected an object, got {type(value).__name__}")
-    return value
+
+_CANONICAL_START = '{"files":'
+_CANONICAL_GRAPH = re.compile(
+    r',"graph_digest":"[0-9a-f]{64}","graph_key":"[0-9a-f]{64}","recipe":(?={)'
+)
+_CANONICAL_END = f',"schema":"{SCHEMA}","statistics":'
+_raw_decode = json.JSONDecoder(parse_constant=refuse_constant).raw_decode
 
 
-def _digest(value: Any) -> str:
-    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
-        raise IntegrityError(f"malformed SHA-256 digest {value!r}")
-    return value
+def entry_blobs(data: bytes, *, expected_key: str) -> Mapping[str, int]:
+    """digest → size of the blobs that an entry document names, accepting what `Entry.from_json` does.
+
+    Raises `IntegrityError`. Several times faster: entries are written as canonical JSON, so the bytes
+    between the fields around the recipe must hash to the key, and then they *are* the recipe and need
+    no parsing. A document in any other form takes the long way.
+    """
+    files = _files_of_canonical(data, expected_key)
+    if files is None:
+        return Entry.from_json(data, expected_key=expected_key).blobs
+    return {record.digest: record.size for record in files.values()}
+
+
+def _files_of_canonical(data: bytes, expected_key: str) -> dict[str, FileRecord] | None:
+    """The files of a canonical entry document, or None when it is not certainly one."""
+    try:
+        text = data.decode()
+        # Canonical JSON escapes nothing but control characters; escapes need the careful parser.
+        if not text.startswith(_CANONICAL_START) or "\\u" in text:
+            return None
+        files, after_files = _raw_decode(text, len(_CANONICAL_START))
+        graph = _CANONICAL_GRAPH.match(text, after_files)
+        if graph is None:
+            return None
+        after_recipe = text.find(_CANONICAL_END, graph.end())
+        recipe = text[graph.end() : after_recipe].encode()
+        if after_recipe < 0 or digest_bytes(recipe) != expected_key:
+            return None
+        statistics, after = _raw_decode(text, after_recipe + len(_CANONICAL_END))
+        if text[after:] != "}" or not isinstance(statistics, dict):
+            return None
+        records = {_safe_name(name): _file_record(record) for name, record in files.items()}
+        _check_files(records)
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
+        return None
+    return records
+
+
+def _check_files(files: Mapping[str, FileRecord]) -> None:
+    if not files:
+        raise IntegrityError("entry names no files")
+    folders = {name[:slash] for name in files for slash in _slashes(name)}
+    if clash := folders & set(files):
+        raise IntegrityError(f"entry names {min(clash)!r} as a file and as a folder")
+    sizes: dict[str, int] = {}
+    for record in files.values():
+        if sizes.setdefault(record.digest, record.size) != record.size:
+            raise IntegrityError(f"entry gives blob {record.digest} two sizes")
+
+
+def _slashes(name: str) -> list[int]:
+    return (
+        [index for index, character in enumerate(name) if character == "/"] if "/" in name else []
+    )
 
 
 def _safe_name(name: str) -> str:
-    path = PurePosixPath(name)
-    escapes = path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name
-    if escapes or str(path) != name or name in ("", "."):
+    """A relative POSIX path that stays inside, in its one spelling: no empty part, `.` or `..`."""
+    if not _FILE_NAME.fullmatch(name) or len(name.encode()) > _LONGEST_NAME:
         raise IntegrityError(f"entry names the unsafe file {name!r}")
     return name
 
@@ -125,4 +189,4 @@ def _file_record(document: Any) -> FileRecord:
     size, mode = document["size"], document["mode"]
     if type(size) is not int or size < 0 or type(mode) is not int or not 0 <= mode <= 0o777:
         raise IntegrityError(f"malformed file record {document!r}")
-    return FileRecord(digest=_digest(document["digest"]), size=size, mode=mode)
+    return FileRecord(digest=require_digest(document["digest"]), size=size, mode=mode)

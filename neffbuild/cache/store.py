@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from neffbuild.cache.problem import ProblemKind
+
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A document as read, with the version token that `replace` compares against."""
+    """A document as read, with the version token that `replace` compares against. The token is the
+    store's own (an ETag, a digest); only equality means anything."""
 
     data: bytes
     version: str
@@ -35,6 +38,7 @@ class Store(Protocol):
     """Every method raises `StoreError` when the place cannot be reached or refuses.
 
     Document names are relative POSIX paths below the layout version (`entries/ab/<key>.json`).
+    A store nobody has written to yet reads as empty. All methods may be called from several threads.
     """
 
     @property
@@ -46,8 +50,12 @@ class Store(Protocol):
         """The document, or None when there is none."""
         ...
 
-    def read_many(self, names: Iterable[str]) -> Mapping[str, Document]:
-        """The documents that exist among `names`; few requests for many names."""
+    def read_many(self, names: Iterable[str]) -> Iterator[tuple[str, Document]]:
+        """(name, document) of those among `names` that exist, in no particular order.
+
+        Names that do not exist cost no request each. Documents arrive one by one, so that
+        thousands of them are never in memory at once.
+        """
         ...
 
     def create(self, name: str, data: bytes) -> bool:
@@ -67,12 +75,15 @@ class Store(Protocol):
         ...
 
     def present_blobs(self, sizes: Mapping[str, int]) -> set[str]:
-        """Which of these blobs (digest → raw size in bytes) are here with that size."""
+        """Which of these blobs (digest → raw size in bytes) are here, by what can be seen without
+        reading them: a directory compares sizes, a store that compresses sees only that they exist."""
         ...
 
     def put_blob(self, digest: str, source: Path) -> None:
-        """Store the file's bytes under `digest`, atomically; a blob already here with the right
-        size is left alone."""
+        """Store the file's bytes under `digest`, atomically. A whole blob already here is left alone.
+
+        Raises `IntegrityError`, and stores nothing, when the bytes are not those of `digest`.
+        """
         ...
 
     def fetch_blob(self, digest: str, size: int, destination: Path) -> None:
@@ -80,5 +91,20 @@ class Store(Protocol):
 
         Raises `IntegrityError` when what is stored is missing or not the bytes the digest names;
         nothing is left at `destination` then.
+        """
+        ...
+
+    def check_blob(self, digest: str, size: int) -> ProblemKind | None:
+        """Read the whole blob and say what is wrong with it: `MISSING_BLOB`, `BAD_SIZE`,
+        `BAD_DIGEST`, or None."""
+        ...
+
+    def quarantine(
+        self, label: str, documents: Mapping[str, str], blobs: Mapping[str, int]
+    ) -> None:
+        """Take damaged things out of service, so that the next build or push writes them anew.
+
+        `documents` (name → version) go only if they are still what was read, `blobs`
+        (digest → size) only if they are still damaged. `label` names them for who looks later.
         """
         ...

@@ -84,6 +84,12 @@ class StoreError(NeffbuildError):
     exit_status = 3
 
 
+class LockTimeout(StoreError):
+    """Another process of this host kept a lock for longer than we may wait."""
+
+    kind = "lock_timeout"
+
+
 class IntegrityError(NeffbuildError):
     """Content does not match its digest, size, schema or signature."""
 

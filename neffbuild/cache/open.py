@@ -1,0 +1,42 @@
+"""From the URL a user gives to the store it names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from neffbuild.cache.directory import DirectoryStore
+from neffbuild.cache.store import Store
+from neffbuild.config.errors import ConfigError
+
+
+def open_store(url: str) -> Store:
+    """The store at a path or `file:///path`. Touches nothing yet. Raises `ConfigError` otherwise."""
+    scheme, separator, _ = url.partition("://")
+    if not separator:
+        return DirectoryStore(_path(url, url))
+    if scheme.lower() != "file":
+        raise ConfigError(
+            f"cannot open the store {url!r}: {scheme}:// is not supported",
+            field="url",
+            value=url,
+            hint="supported are a path and file:///path",
+        )
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost"):
+        raise ConfigError(
+            f"cannot open the store {url!r}: it names the host {parts.netloc!r}",
+            field="url",
+            value=url,
+            hint="write file:///path, with three slashes, for a path of this machine",
+        )
+    return DirectoryStore(_path(unquote(parts.path), url))
+
+
+def _path(text: str, url: str) -> Path:
+    if not text or "\0" in text:
+        raise ConfigError(f"{url!r} names no directory", field="url", value=url)
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"cannot open the store {url!r}: {error}", field="url") from error

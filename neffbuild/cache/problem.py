@@ -1,0 +1,32 @@
+"""What can be wrong with stored things, in the words of `neffbuild.verify/1`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class ProblemKind(StrEnum):
+    """`problems[].kind`."""
+
+    MISSING_UNIT = "missing_unit"
+    MISSING_BLOB = "missing_blob"
+    BAD_DIGEST = "bad_digest"
+    BAD_SIZE = "bad_size"
+    BAD_ENTRY = "bad_entry"
+    BAD_SIGNATURE = "bad_signature"
+    EXPIRED = "expired"
+    ROLLBACK = "rollback"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One finding. `key` is the unit's key where a unit is concerned, else the digest of a manifest
+    or index, or a tag as NAME:TAG."""
+
+    kind: ProblemKind
+    key: str
+    detail: str
+
+    def document(self) -> dict[str, str]:
+        return {"kind": self.kind.value, "key": self.key, "detail": self.detail}

@@ -1,0 +1,185 @@
+"""What a local store remembers beside artifacts: runs, failures, which manifest belongs to a config,
+and the highest sequence seen of each tag. None of it is ever served as a hit or pushed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from neffbuild.cache.canonical import canonical_json, digest_document, is_digest, parse_json
+from neffbuild.cache.store import Document, Store
+from neffbuild.config.errors import IntegrityError, StoreError
+
+_ATTEMPTS = 20
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The last failed compile of a unit. `cause` is the outcome's name, `message` one line for
+    people, `attempts` how often it has failed in a row, `failed_at` epoch seconds."""
+
+    key: str
+    cause: str
+    message: str
+    log_tail: str
+    attempts: int
+    failed_at: float
+
+    @property
+    def summary(self) -> str:
+        """One line for a plan."""
+        return f"last compile failed ({self.cause}): {self.message}"
+
+
+def record_failure(store: Store, key: str, *, cause: str, message: str, log_tail: str) -> Failure:
+    """Record that a compile of the unit failed, counting attempts."""
+    earlier = read_failures(store, [key]).get(key)
+    failure = Failure(
+        key=key,
+        cause=cause,
+        message=message,
+        log_tail=log_tail,
+        attempts=earlier.attempts + 1 if earlier else 1,
+        failed_at=time.time(),
+    )
+    document = {"schema": "neffbuild.failure/1", **asdict(failure)}
+    _update(store, _failure_name(key), lambda _: document)
+    return failure
+
+
+def read_failures(store: Store, keys: Iterable[str]) -> dict[str, Failure]:
+    """The recorded failures among `keys`."""
+    failures: dict[str, Failure] = {}
+    for name, document in store.read_many(map(_failure_name, keys)):
+        try:
+            failure = _failure(parse_json(document.data, name))
+        except (IntegrityError, KeyError, TypeError, ValueError) as error:
+            _log.warning("ignoring the unreadable record %s in %s: %r", name, store.url, error)
+            continue
+        failures[failure.key] = failure
+    return failures
+
+
+def clear_failure(store: Store, key: str) -> None:
+    """Forget a unit's failures: it has been built."""
+    store.delete(_failure_name(key))
+
+
+def append_run(store: Store, document: Mapping[str, Any]) -> str:
+    """Store the record of a run for good; returns its id. Ids sort by time."""
+    when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    run = f"{when}-{os.urandom(4).hex()}"
+    if not store.create(f"runs/{run}.json", canonical_json(document)):
+        raise StoreError(f"run record {run} exists already in {store.url}")
+    return run
+
+
+def read_runs(store: Store) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(id, document) of every run record, newest first. Unreadable ones are skipped with a warning."""
+    for name in sorted((listed.name for listed in store.list("runs/")), reverse=True):
+        document = store.read(name)
+        if document is None:
+            continue
+        try:
+            parsed = parse_json(document.data, name)
+        except IntegrityError as error:
+            _log.warning("ignoring a run record in %s: %s", store.url, error)
+            continue
+        if isinstance(parsed, dict):
+            yield name.removeprefix("runs/").removesuffix(".json"), parsed
+
+
+def write_pointer(store: Store, config: str, manifest: str) -> None:
+    """Remember which manifest (digest) belongs to a serve config (digest)."""
+    pointer = {"schema": "neffbuild.pointer/1", "manifest": manifest}
+    _update(store, _pointer_name(config), lambda _: pointer)
+
+
+def read_pointer(store: Store, config: str) -> str | None:
+    """The digest of the manifest that belongs to a serve config, or None."""
+    document = store.read(_pointer_name(config))
+    if document is None:
+        return None
+    pointer = parse_json(document.data, _pointer_name(config))
+    digest = pointer.get("manifest") if isinstance(pointer, dict) else None
+    if not is_digest(digest):
+        raise IntegrityError(
+            f"{_pointer_name(config)} in {store.url} names no manifest",
+            hint="pull or compile the config again",
+        )
+    return digest
+
+
+def seen_sequence(store: Store, url: str, name: str, tag: str) -> int:
+    """The highest sequence that was accepted of a tag of the store at `url`; 0 when none was."""
+    return _sequence(store.read(_seen_name(url, name, tag)))
+
+
+def note_sequence(store: Store, url: str, name: str, tag: str, sequence: int) -> None:
+    """Remember an accepted sequence; a higher one already noted stays."""
+    noted = {"schema": "neffbuild.seen/1", "name": name, "tag": tag, "sequence": sequence}
+    _update(
+        store,
+        _seen_name(url, name, tag),
+        lambda current: noted if sequence > _sequence(current) else None,
+    )
+
+
+def _sequence(document: Document | None) -> int:
+    if document is None:
+        return 0
+    seen = parse_json(document.data, "the record of a tag's last seen sequence")
+    sequence = seen.get("sequence") if isinstance(seen, dict) else None
+    if type(sequence) is not int:
+        raise IntegrityError(
+            "the record of a tag's last seen sequence is unreadable",
+            hint="remove the folder `v1/seen` of the local cache to trust what the store serves now",
+        )
+    return sequence
+
+
+def _failure(document: Any) -> Failure:
+    return Failure(
+        key=str(document["key"]),
+        cause=str(document["cause"]),
+        message=str(document["message"]),
+        log_tail=str(document["log_tail"]),
+        attempts=int(document["attempts"]),
+        failed_at=float(document["failed_at"]),
+    )
+
+
+def _update(
+    store: Store, name: str, change: Callable[[Document | None], Mapping[str, Any] | None]
+) -> None:
+    """Write what `change` makes of the document that is there; nothing where it makes None."""
+    for _ in range(_ATTEMPTS):
+        current = store.read(name)
+        document = change(current)
+        if document is None:
+            return
+        data = canonical_json(document)
+        if current is None:
+            if store.create(name, data):
+                return
+        elif store.replace(name, data, current.version):
+            return
+    raise StoreError(f"{name} in {store.url} kept changing while it was written", value=name)
+
+
+def _failure_name(key: str) -> str:
+    return f"failures/{key}.json"
+
+
+def _pointer_name(config: str) -> str:
+    return f"configs/{config}.json"
+
+
+def _seen_name(url: str, name: str, tag: str) -> str:
+    # Hashed: a store's URL may be an absolute path, and no document here holds one.
+    return f"seen/{digest_document([url, name, tag])}.json"

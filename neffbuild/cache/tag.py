@@ -1,0 +1,281 @@
+"""A tag: a name that moves. A signed statement of which index a name stands for now.
+
+Everything below a tag is content-addressed; the tag alone can lie. So it states its own name (a tag's
+document cannot be filed under another), a sequence that only rises (an old one cannot be served
+again unnoticed) and, if wanted, when it expires.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Self
+
+from neffbuild.cache.canonical import canonical_json, parse_json, require_digest
+from neffbuild.cache.catalog import read_index, write_index
+from neffbuild.cache.envelope import Envelope, Signature
+from neffbuild.cache.index import Index
+from neffbuild.cache.problem import Problem, ProblemKind
+from neffbuild.cache.store import Document, Store
+from neffbuild.config.errors import ConfigError, IntegrityError, StoreError
+
+SCHEMA = "neffbuild.tag/1"
+PAYLOAD_TYPE = "application/vnd.neffbuild.tag+json"
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_ATTEMPTS = 50
+_LONGEST_PAUSE = 0.5
+_log = logging.getLogger(__name__)
+
+Signer = Callable[[bytes], Sequence[Signature]]
+"""`Envelope.signed_bytes` → signatures over them."""
+SignatureCheck = Callable[[Envelope], str | None]
+"""An envelope → why its signatures are not good enough, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class TagRef:
+    """NAME:TAG."""
+
+    name: str
+    tag: str
+
+    def __post_init__(self) -> None:
+        for word in (self.name, self.tag):
+            if not _WORD.fullmatch(word):
+                raise ConfigError(
+                    f"{word!r} cannot be part of a tag: up to 128 letters, digits, '.', '_' and '-', "
+                    "starting with a letter or digit",
+                    field="tag",
+                    value=word,
+                )
+
+    @classmethod
+    def parse(cls, text: str, *, default_name: str | None = None) -> Self:
+        """`NAME:TAG`, or `TAG` alone where a default name is given. Raises `ConfigError`."""
+        name, colon, tag = text.rpartition(":")
+        if not colon and default_name is not None:
+            name = default_name
+        elif not colon:
+            raise ConfigError(f"{text!r} is not NAME:TAG", field="tag", value=text)
+        return cls(name, tag)
+
+    @property
+    def document_name(self) -> str:
+        return f"tags/{self.name}/{self.tag}.json"
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.tag}"
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """Whom to believe. `check` verifies signatures and is asked whenever an envelope has some, and
+    always with `require_signature`; without a `check` a required signature is never good."""
+
+    require_signature: bool = False
+    min_sequence: int = 0
+    check: SignatureCheck | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TagStatement:
+    """What the envelope's payload says. `expires` is UTC, in whole seconds."""
+
+    ref: TagRef
+    index: str
+    sequence: int
+    expires: datetime | None = None
+
+    def payload(self) -> bytes:
+        expires = self.expires and self.expires.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return canonical_json(
+            {
+                "schema": SCHEMA,
+                "name": self.ref.name,
+                "tag": self.ref.tag,
+                "index": self.index,
+                "sequence": self.sequence,
+                "expires": expires,
+            }
+        )
+
+    @classmethod
+    def from_envelope(cls, envelope: Envelope) -> Self:
+        """Raises `IntegrityError` when the payload is not a tag statement."""
+        if envelope.payload_type != PAYLOAD_TYPE:
+            raise IntegrityError(f"envelope holds a {envelope.payload_type!r}, not a tag")
+        document = parse_json(envelope.payload, "tag")
+        try:
+            if document["schema"] != SCHEMA:
+                raise IntegrityError(f"tag has schema {document['schema']!r}, expected {SCHEMA}")
+            sequence = document["sequence"]
+            if type(sequence) is not int or sequence < 1:
+                raise IntegrityError(f"tag has the malformed sequence {sequence!r:.50}")
+            return cls(
+                ref=TagRef(document["name"], document["tag"]),
+                index=require_digest(document["index"]),
+                sequence=sequence,
+                expires=_instant(document["expires"]),
+            )
+        except (KeyError, TypeError, ValueError, ConfigError) as error:
+            raise IntegrityError(f"tag is malformed: {error!r}") from error
+
+
+def tag_problem(
+    ref: TagRef, data: bytes, trust: Trust, *, last_seen: int, now: datetime
+) -> Problem | None:
+    """What is wrong with a tag's document as served under `ref`, the gravest first, or None."""
+    try:
+        envelope = Envelope.from_json(data)
+        reason = _signature_fault(envelope, trust)
+        if reason is not None:
+            return Problem(ProblemKind.BAD_SIGNATURE, str(ref), reason)
+        statement = TagStatement.from_envelope(envelope)
+    except IntegrityError as error:
+        return Problem(ProblemKind.BAD_ENTRY, str(ref), error.message)
+    if statement.ref != ref:
+        return Problem(
+            ProblemKind.BAD_ENTRY, str(ref), f"{ref} is answered with the tag {statement.ref}"
+        )
+    lowest = max(last_seen, trust.min_sequence)
+    if statement.sequence < lowest:
+        return Problem(
+            ProblemKind.ROLLBACK,
+            str(ref),
+            f"{ref} has sequence {statement.sequence}; {lowest} was seen before or is required",
+        )
+    if statement.expires is not None and statement.expires <= now:
+        return Problem(ProblemKind.EXPIRED, str(ref), f"{ref} expired at {statement.expires}")
+    return None
+
+
+def resolve_tag(store: Store, ref: TagRef, trust: Trust, *, last_seen: int = 0) -> TagStatement:
+    """What a tag says now, if it can be believed.
+
+    Raises `StoreError` naming the tags there are when there is no such tag, `IntegrityError` when it
+    is unsigned or wrongly signed where that matters, rolled back, expired or malformed.
+    """
+    document = store.read(ref.document_name)
+    if document is None:
+        raise StoreError(_no_such_tag(store, ref), field="tag", value=str(ref))
+    problem = tag_problem(ref, document.data, trust, last_seen=last_seen, now=datetime.now(UTC))
+    if problem is not None:
+        raise IntegrityError(f"tag {ref} of {store.url}: {problem.detail}", value=str(ref))
+    return _statement(document)
+
+
+def point_tag(
+    store: Store,
+    ref: TagRef,
+    platform: Mapping[str, Any],
+    manifest: str,
+    trust: Trust,
+    *,
+    last_seen: int = 0,
+    sign: Signer | None = None,
+    expires: datetime | None = None,
+) -> TagStatement:
+    """Make a tag's index name this manifest for this platform, keeping the other platforms.
+
+    The write is conditional on what was merged with, and repeated when somebody else wrote in
+    between, so pushes for two platforms at once both end in the index. Where the present statement or
+    index is damaged or gone, the tag names nothing any more and its index is started afresh.
+
+    Raises `IntegrityError` when the present tag is not to be believed: merging would put our name to
+    somebody else's manifests.
+    """
+    for attempt in range(_ATTEMPTS):
+        current = store.read(ref.document_name)
+        known = _believed(store, ref, current, trust, last_seen)
+        index = (known.index if known else Index()).with_manifest(platform, manifest)
+        lowest = max(last_seen + 1, trust.min_sequence, 1)
+        statement = TagStatement(
+            ref,
+            write_index(store, index),
+            max(known.statement.sequence + 1, lowest) if known else lowest,
+            expires,
+        )
+        envelope = Envelope(PAYLOAD_TYPE, statement.payload())
+        if sign is not None:
+            envelope = envelope.with_signatures(sign(envelope.signed_bytes))
+        if current is None:
+            written = store.create(ref.document_name, envelope.to_json())
+        else:
+            written = store.replace(ref.document_name, envelope.to_json(), current.version)
+        if written:
+            return statement
+        time.sleep(random.uniform(0, min(_LONGEST_PAUSE, 0.01 * 2**attempt)))
+    raise StoreError(
+        f"tag {ref} of {store.url} kept changing while it was moved",
+        hint="too many pushes to one tag at once; try again",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Believed:
+    statement: TagStatement
+    index: Index
+
+
+def _believed(
+    store: Store, ref: TagRef, current: Document | None, trust: Trust, last_seen: int
+) -> _Believed | None:
+    """The tag to merge with, or None where there is nothing to keep."""
+    if current is None:
+        return None
+    # Expiry does not matter here: writing is how an expired tag is renewed.
+    problem = tag_problem(
+        ref, current.data, trust, last_seen=last_seen, now=datetime.min.replace(tzinfo=UTC)
+    )
+    if problem is not None and problem.kind is not ProblemKind.BAD_ENTRY:
+        raise IntegrityError(
+            f"tag {ref} of {store.url} is not to be merged with: {problem.detail}",
+            hint="find out who wrote it; a new tag name, or removing the tag, starts afresh",
+        )
+    if problem is not None:
+        _log.warning("starting tag %s of %s afresh: %s", ref, store.url, problem.detail)
+        return None
+    statement = _statement(current)
+    try:
+        index = read_index(store, statement.index)
+    except IntegrityError as error:
+        _log.warning("index of tag %s of %s is lost: %s", ref, store.url, error.message)
+        index = None
+    return _Believed(statement, index or Index())
+
+
+def _statement(document: Document) -> TagStatement:
+    return TagStatement.from_envelope(Envelope.from_json(document.data))
+
+
+def _signature_fault(envelope: Envelope, trust: Trust) -> str | None:
+    if not envelope.signatures and not trust.require_signature:
+        return None
+    if not envelope.signatures:
+        return "it is not signed, and a signature is required"
+    if trust.check is not None:
+        return trust.check(envelope)
+    return "a signature is required and no key is configured" if trust.require_signature else None
+
+
+def _no_such_tag(store: Store, ref: TagRef) -> str:
+    names = [listed.name for listed in store.list("tags/")]
+    tags = sorted(
+        name.removeprefix("tags/").removesuffix(".json").replace("/", ":") for name in names
+    )
+    there = "it has no tags" if not tags else "it has " + ", ".join(tags[:20])
+    return f"{store.url} has no tag {ref}; {there}"
+
+
+def _instant(value: Any) -> datetime | None:
+    if value is None:
+        return None
+    instant = datetime.fromisoformat(value)
+    if instant.tzinfo is None:
+        raise ValueError(f"{value!r} has no time zone")
+    return instant.astimezone(UTC)

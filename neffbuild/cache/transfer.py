@@ -1,0 +1,249 @@
+"""Push and pull: moving one manifest and everything it needs between a local store and a remote one.
+
+The order of writes is the guarantee: blobs, entries, manifest, index, tag. Whatever is visible is
+whole, wherever either side is interrupted; a repeated transfer copies only what is still missing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from neffbuild.cache.catalog import (
+    Hit,
+    entry_name,
+    index_name,
+    manifest_name,
+    read_addressed,
+    read_entries,
+    write_addressed,
+    write_index,
+    write_manifest,
+    write_over,
+)
+from neffbuild.cache.directory import DirectoryStore
+from neffbuild.cache.entry import Entry
+from neffbuild.cache.index import Index, platform_text
+from neffbuild.cache.manifest import Manifest
+from neffbuild.cache.records import note_sequence, seen_sequence, write_pointer
+from neffbuild.cache.store import Store
+from neffbuild.cache.tag import Signer, TagRef, TagStatement, Trust, point_tag, resolve_tag
+from neffbuild.config.errors import IntegrityError, StoreError, UnitsIncomplete
+
+WORKERS = 8
+"""Blobs copied at once. Copying waits for disks and networks, and hashing releases the interpreter."""
+
+Progress = Callable[[int, int], None]
+"""(bytes copied so far, bytes to copy in all); called from any thread, one call at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """Digests of the index and the manifest now in the remote store, the tag's statement where one
+    was given, and what had to be copied."""
+
+    index: str
+    manifest: str
+    statement: TagStatement | None
+    blobs_copied: int
+    bytes_copied: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """The manifest, now whole in the local store, its digest, and what had to be copied."""
+
+    manifest: Manifest
+    digest: str
+    blobs_copied: int
+    bytes_copied: int
+
+
+def push(
+    local: DirectoryStore,
+    remote: Store,
+    manifest: Manifest,
+    ref: TagRef | None,
+    *,
+    trust: Trust,
+    sign: Signer | None = None,
+    expires: datetime | None = None,
+    allow_partial: bool = False,
+    workers: int = WORKERS,
+    progress: Progress | None = None,
+) -> Pushed:
+    """Copy a manifest with all it names to a remote store, then make the tag name it.
+
+    Without a tag the index holds this manifest alone and is found by its digest. Raises
+    `UnitsIncomplete` when the manifest lacks units and `allow_partial` is not given, `IntegrityError`
+    for a damaged local blob or a tag that is not to be believed.
+    """
+    if manifest.missing and not allow_partial:
+        names = [unit.shape.bucket_name for unit in manifest.missing]
+        raise UnitsIncomplete(
+            f"{len(names)} of the plan's units are not stored: {_some(names)}",
+            hint="run `neffbuild compile` first, or push what there is with --allow-partial",
+        )
+    sizes = manifest.blobs
+    absent = {digest: sizes[digest] for digest in sizes.keys() - remote.present_blobs(sizes)}
+
+    def copy(digest: str) -> None:
+        remote.put_blob(digest, local.blob_path(digest))
+
+    _copy_all(absent, copy, workers, progress)
+    _write_entries(remote, manifest.entries)
+    digest = write_manifest(remote, manifest)
+    if ref is None:
+        index = write_index(remote, Index().with_manifest(manifest.platform, digest))
+        return Pushed(index, digest, None, len(absent), sum(absent.values()))
+    statement = point_tag(
+        remote,
+        ref,
+        manifest.platform,
+        digest,
+        trust,
+        last_seen=seen_sequence(local, remote.url, ref.name, ref.tag),
+        sign=sign,
+        expires=expires,
+    )
+    note_sequence(local, remote.url, ref.name, ref.tag, statement.sequence)
+    return Pushed(statement.index, digest, statement, len(absent), sum(absent.values()))
+
+
+def pull(
+    remote: Store,
+    local: DirectoryStore,
+    source: TagRef | str,
+    *,
+    platform: Mapping[str, Any] | None = None,
+    trust: Trust,
+    workers: int = WORKERS,
+    progress: Progress | None = None,
+) -> Pulled:
+    """Copy what a tag, or an index or manifest named by its digest, has for a platform.
+
+    Without `platform` the index must hold a single one. Everything is verified; nothing is visible in
+    the local store before all of it is there. Raises `IntegrityError` for whatever does not verify,
+    `StoreError` naming what there is when the tag, the digest or the platform is not.
+    """
+    if isinstance(source, TagRef):
+        seen = seen_sequence(local, remote.url, source.name, source.tag)
+        statement = resolve_tag(remote, source, trust, last_seen=seen)
+        index = _named(remote, index_name(statement.index), f"tag {source}")
+        digest = _choose(remote, Index.from_json(index), platform)
+        data = _named(remote, manifest_name(digest), f"the index of tag {source}")
+    else:
+        statement = None
+        digest, data = _by_digest(remote, source, platform)
+    manifest = Manifest.from_json(data)
+    sizes = manifest.blobs
+    absent = {digest: sizes[digest] for digest in sizes.keys() - local.present_blobs(sizes)}
+    modes = {
+        record.digest: record.mode
+        for entry in manifest.entries.values()
+        for record in entry.files.values()
+    }
+
+    def copy(blob: str) -> None:
+        local.receive_blob(blob, absent[blob], modes[blob], remote)
+
+    _copy_all(absent, copy, workers, progress)
+    _write_entries(local, manifest.entries)
+    write_addressed(local, manifest_name(digest), data)
+    write_pointer(local, manifest.config, digest)
+    if statement is not None:
+        ref = statement.ref
+        note_sequence(local, remote.url, ref.name, ref.tag, statement.sequence)
+    return Pulled(manifest, digest, len(absent), sum(absent.values()))
+
+
+def _by_digest(remote: Store, digest: str, platform: Mapping[str, Any] | None) -> tuple[str, bytes]:
+    """The manifest that a digest of an index or of a manifest leads to."""
+    index = read_addressed(remote, index_name(digest))
+    if index is not None:
+        digest = _choose(remote, Index.from_json(index), platform)
+        return digest, _named(remote, manifest_name(digest), "the index")
+    data = read_addressed(remote, manifest_name(digest))
+    if data is None:
+        raise StoreError(
+            f"{remote.url} has no index and no manifest {digest}", field="digest", value=digest
+        )
+    return digest, data
+
+
+def _choose(remote: Store, index: Index, platform: Mapping[str, Any] | None) -> str:
+    there = "; ".join(platform_text(one.platform) for one in index.manifests) or "none"
+    if platform is None:
+        if len(index.manifests) == 1:
+            return index.manifests[0].manifest
+        raise StoreError(
+            f"{remote.url} has artifacts for several platforms and none was named: {there}",
+            hint="name the platform in the config's `toolchain` section",
+        )
+    digest = index.manifest_for(platform)
+    if digest is None:
+        raise StoreError(
+            f"{remote.url} has no artifacts for {platform_text(platform)}; it has: {there}",
+            hint="compile and push for this platform, or use one of those listed",
+        )
+    return digest
+
+
+def _named(remote: Store, name: str, by: str) -> bytes:
+    data = read_addressed(remote, name)
+    if data is None:
+        raise IntegrityError(
+            f"{name}, which {by} names, is not in {remote.url}",
+            hint="push again from where it was built",
+        )
+    return data
+
+
+def _write_entries(store: Store, entries: Mapping[str, Entry]) -> None:
+    """File entries whose blobs are there already. A whole one that somebody else filed stays."""
+    for key, found in read_entries(store, entries).items():
+        if not isinstance(found, Hit):
+            # Not written means that somebody else has just done it: theirs is as good.
+            write_over(store, entry_name(key), entries[key].to_json(), found)
+
+
+def _copy_all(
+    sizes: Mapping[str, int],
+    copy: Callable[[str], None],
+    workers: int,
+    progress: Progress | None,
+) -> None:
+    """Copy blobs in parallel, the largest first; the first error ends it."""
+    total = sum(sizes.values())
+    done = 0
+    counting = threading.Lock()
+
+    def counted(digest: str) -> None:
+        nonlocal done
+        copy(digest)
+        with counting:
+            done += sizes[digest]
+            if progress is not None:
+                progress(done, total)
+
+    with ThreadPoolExecutor(workers, thread_name_prefix="blob") as pool:
+        running = [pool.submit(counted, digest) for digest in _largest_first(sizes)]
+        try:
+            for future in running:
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+def _largest_first(sizes: Mapping[str, int]) -> list[str]:
+    return sorted(sizes, key=lambda digest: (-sizes[digest], digest))
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
