@@ -2,44 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from neffbuild.config.model import ModelConfig
 from neffbuild.config.serve import ServeConfig
 
+_NonEmpty = Annotated[str, StringConstraints(min_length=1)]
+
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # Strict: a version written without quotes (2.10) must not silently become another one (2.1).
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class ToolchainConfig(_Section):
     """`toolchain:` which compiler, for what, and the exact versions where this machine lacks it."""
 
-    name: str = "inductor"
-    target: str | None = None
-    route: str | None = None
-    engine: str | None = None
-    versions: dict[str, str] = Field(default_factory=dict)
-    flags: tuple[str, ...] = ()
+    name: _NonEmpty = "inductor"
+    target: _NonEmpty | None = None
+    route: _NonEmpty | None = None
+    engine: _NonEmpty | None = None
+    versions: dict[str, _NonEmpty] = Field(default_factory=dict)
+    flags: tuple[_NonEmpty, ...] = ()
 
 
 class RemoteConfig(_Section):
-    """One remote tier."""
+    """One remote tier. A `url` without a scheme is a directory."""
 
-    url: str
+    url: _NonEmpty
     mode: Literal["rw", "ro"] = "rw"
 
 
 class CacheConfig(_Section):
-    """`cache:` where artifacts are kept and whom to believe."""
+    """`cache:` where artifacts are kept and whom to believe.
 
-    name: str = "default"
-    local: str | None = None
+    `name` is the default NAME of `NAME:TAG`: letters, digits, `.`, `_` and `-`.
+    """
+
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")] = (
+        "default"
+    )
+    local: _NonEmpty | None = None
     remotes: tuple[RemoteConfig, ...] = ()
-    keys: tuple[str, ...] = ()
+    keys: tuple[_NonEmpty, ...] = ()
     require_signature: bool = False
     min_sequence: int = Field(default=0, ge=0)
 
@@ -49,7 +59,7 @@ class FarmConfig(_Section):
 
     executor: Literal["local", "ray"] = "local"
     workers: int | None = Field(default=None, ge=1)
-    timeout: float | None = Field(default=None, gt=0)
+    timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     retries: int = Field(default=0, ge=0)
     memory: int | None = Field(default=None, gt=0)
 
@@ -66,7 +76,25 @@ class BuildConfig:
     serve: ServeConfig
     model: ModelConfig
     draft_model: ModelConfig | None = None
-    toolchain: ToolchainConfig = ToolchainConfig()
-    cache: CacheConfig = CacheConfig()
-    farm: FarmConfig = FarmConfig()
+    toolchain: ToolchainConfig = field(default_factory=ToolchainConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    farm: FarmConfig = field(default_factory=FarmConfig)
     notes: tuple[str, ...] = ()
+
+
+def cache_directory(config: BuildConfig) -> Path:
+    """Where local artifacts are kept: `cache.local`, else `$NEFFBUILD_CACHE`, else
+    `$XDG_CACHE_HOME/neffbuild`, else `~/.cache/neffbuild`."""
+    for place, below in (
+        (config.cache.local, ""),
+        (os.environ.get("NEFFBUILD_CACHE"), ""),
+        (os.environ.get("XDG_CACHE_HOME"), "neffbuild"),
+    ):
+        if place:
+            return expanded_path(place, Path.cwd()) / below
+    return Path.home() / ".cache" / "neffbuild"
+
+
+def expanded_path(text: str, base: Path) -> Path:
+    """`text` as a path, `~` and `$VARIABLES` expanded, relative to `base`."""
+    return base / Path(os.path.expandvars(text)).expanduser()

@@ -65,6 +65,12 @@ class ConfigError(NeffbuildError):
     exit_status = 2
 
 
+class AboveLadder(ConfigError):
+    """A step is larger than the last bucket of a ladder, so no program can run it."""
+
+    kind = "above_ladder"
+
+
 class MissingExtra(ConfigError):
     """An optional dependency is needed and not installed."""
 

@@ -11,7 +11,14 @@ VLLM_VERSION = "0.32.0"
 
 
 class NeuronConfig(BaseModel):
-    """`additional_config.neuron_config`: the bucket lists, as vLLM Neuron reads them."""
+    """`additional_config.neuron_config`: the bucket lists, as vLLM Neuron reads them.
+
+    Each list is strictly ascending and positive. `num_seqs_buckets` ends with `max_num_seqs`;
+    `decode_context_length_buckets` are multiples of 128 below `max_model_len`, None when the feature is
+    off; `num_batched_tokens_buckets` ends with min(`max_num_batched_tokens`, `max_model_len`);
+    `kv_segment_size_buckets` is one size; `verify_query_len_buckets` ends with 1 + K, None without
+    speculation.
+    """
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -31,7 +38,11 @@ class AdditionalConfig(BaseModel):
 
 
 class SpeculativeConfig(BaseModel):
-    """`speculative_config`."""
+    """`speculative_config`.
+
+    After loading, `max_model_len` is the draft's limit in positions (min of the draft's own maximum
+    and the target's `max_model_len` where it was not set), and `draft_tensor_parallel_size` is set.
+    """
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -39,13 +50,14 @@ class SpeculativeConfig(BaseModel):
     model: str
     num_speculative_tokens: int
     max_model_len: int | None = None
+    draft_tensor_parallel_size: int | None = None
 
 
 class ServeConfig(BaseModel):
     """Options the grid depends on are typed; every other option is kept as given and enters the key.
 
-    After loading, `dtype` is concrete, `max_model_len`, `max_num_seqs` and `block_size` are set, and
-    `num_seqs_buckets` is the full ladder.
+    After loading, `dtype` is concrete, `max_model_len`, `max_num_seqs`, `max_num_batched_tokens` and
+    `block_size` are set, and `num_seqs_buckets` is the full ladder.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -65,7 +77,7 @@ class ServeConfig(BaseModel):
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     num_gpu_blocks_override: int | None = None
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: float = 0.92
     enable_prefix_caching: bool | None = None
     speculative_config: SpeculativeConfig | None = None
     kv_transfer_config: dict[str, Any] | None = None
