@@ -8,7 +8,7 @@ nobody here has heard of changes the key rather than being forgotten.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,3 +136,20 @@ def config_digest(config: BuildConfig) -> str:
             },
         }
     )
+
+
+ABSENT = "(absent)"
+"""Stands for an ingredient that only one of two recipes has."""
+
+
+def difference(
+    left: Mapping[str, Any], right: Mapping[str, Any], path: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """(dotted path, left, right) of every ingredient in which two recipes differ."""
+    for name in dict.fromkeys([*left, *right]):
+        mine, theirs = left.get(name, ABSENT), right.get(name, ABSENT)
+        where = f"{path}.{name}" if path else name
+        if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+            yield from difference(mine, theirs, where)
+        elif mine != theirs:
+            yield where, mine, theirs

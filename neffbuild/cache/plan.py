@@ -1,0 +1,157 @@
+"""The plan: every shape of a serve config with its key, and what the store has of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from neffbuild.cache.catalog import read_hits, write_manifest
+from neffbuild.cache.manifest import Manifest, ManifestUnit
+from neffbuild.cache.recipe import (
+    ToolchainIdentity,
+    config_digest,
+    family_recipe,
+    recipe_key,
+    unit_recipe,
+)
+from neffbuild.cache.records import write_pointer
+from neffbuild.cache.serve_options import graph_options
+from neffbuild.cache.store import Store
+from neffbuild.config.build import BuildConfig
+from neffbuild.grid.bucketer import Bucketer
+from neffbuild.grid.coverage import check_coverage
+from neffbuild.grid.expand import Grid, GridShape, Need
+from neffbuild.grid.kv_blocks import num_kv_blocks
+from neffbuild.grid.shapes import Family, Shape
+
+
+class Status(StrEnum):
+    """What a plan says of a unit."""
+
+    CACHED = "cached"
+    MISSING = "missing"
+    UNRESOLVED = "unresolved"
+    CANNOT_OCCUR = "cannot_occur"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedUnit:
+    """One shape of the grid. `key` and `recipe` are None where the shape cannot occur; an
+    unresolved unit has neither, because a key made from a guess would be a stale hit waiting."""
+
+    shape: Shape
+    need: Need
+    status: Status
+    key: str | None = None
+    recipe: Mapping[str, Any] | None = None
+    reason: str | None = None
+
+    @property
+    def bucket_name(self) -> str:
+        return self.shape.bucket_name
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All units of one serve config on one platform."""
+
+    config: BuildConfig
+    identity: ToolchainIdentity
+    bucketer: Bucketer
+    units: tuple[PlannedUnit, ...]
+
+    def with_status(self, status: Status) -> list[PlannedUnit]:
+        return [unit for unit in self.units if unit.status is status]
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """`counts` of `neffbuild.plan/1`; shapes that cannot occur are not units."""
+        by_status = Counter(unit.status for unit in self.units)
+        occurring = [unit for unit in self.units if unit.status is not Status.CANNOT_OCCUR]
+        by_family = Counter(unit.shape.family.value for unit in occurring)
+        return {
+            "units": len(occurring),
+            "cached": by_status[Status.CACHED],
+            "missing": by_status[Status.MISSING],
+            "unresolved": by_status[Status.UNRESOLVED],
+            "cannot_occur": by_status[Status.CANNOT_OCCUR],
+            "by_family": dict(by_family),
+        }
+
+
+StoredKeys = Callable[[Iterable[str]], Mapping[str, str | None]]
+"""Keys asked for → for each key the store knows something of: None for a whole entry, else why not
+(a last failure, a broken entry). A key it knows nothing of is absent."""
+
+
+def make_plan(
+    config: BuildConfig,
+    identity: ToolchainIdentity,
+    bucketer: Bucketer,
+    grid: Grid,
+    stored: StoredKeys,
+) -> Plan:
+    """Key every shape that can occur and ask the store, once, which of the keys it has."""
+    unresolved = "; ".join(identity.unresolved)
+    recipes = {} if unresolved else _recipes(config, identity, grid)
+    keys = {shape: recipe_key(recipe) for shape, recipe in recipes.items()}
+    known = stored(keys.values())
+
+    def planned(gridded: GridShape) -> PlannedUnit:
+        shape, need = gridded.shape, gridded.need
+        if need is Need.CANNOT_OCCUR:
+            return PlannedUnit(shape, need, Status.CANNOT_OCCUR, reason=gridded.reason)
+        if unresolved:
+            return PlannedUnit(shape, need, Status.UNRESOLVED, reason=unresolved)
+        key = keys[shape]
+        cached = key in known and known[key] is None
+        return PlannedUnit(
+            shape,
+            need,
+            Status.CACHED if cached else Status.MISSING,
+            key,
+            recipes[shape],
+            gridded.reason if cached else known.get(key) or gridded.reason,
+        )
+
+    return Plan(config, identity, bucketer, tuple(planned(gridded) for gridded in grid.shapes))
+
+
+def _recipes(
+    config: BuildConfig, identity: ToolchainIdentity, grid: Grid
+) -> dict[Shape, dict[str, Any]]:
+    pool = None if identity.symbolic_kv_blocks else num_kv_blocks(config.serve)
+    shared: dict[Family, dict[str, Any]] = {}
+    recipes: dict[Shape, dict[str, Any]] = {}
+    for gridded in grid.shapes:
+        if gridded.need is Need.CANNOT_OCCUR:
+            continue
+        family = gridded.shape.family
+        if family not in shared:
+            shared[family] = family_recipe(config, family, identity, num_kv_blocks=pool)
+        recipes[gridded.shape] = unit_recipe(shared[family], gridded.shape)
+    return recipes
+
+
+def store_plan_manifest(plan: Plan, store: Store) -> Manifest:
+    """Write the manifest of what is stored of a plan, and the pointer from its config to it."""
+    keys = {unit.key: unit.shape for unit in plan.units if unit.key is not None}
+    entries = read_hits(store, keys)
+    covered = check_coverage(plan.bucketer, [keys[key] for key in entries])
+    manifest = Manifest(
+        config=config_digest(plan.config),
+        serve=graph_options(plan.config.serve),
+        platform=plan.identity.platform,
+        units=tuple(ManifestUnit(unit.shape, unit.key, unit.need.value) for unit in plan.units),
+        entries=entries,
+        coverage={
+            "states_checked": covered.states_checked,
+            "uncovered_states": [state.document() for state in covered.uncovered],
+            "prefill_gaps": [state.document() for state in covered.prefill_gaps],
+        },
+    )
+    write_pointer(store, manifest.config, write_manifest(store, manifest))
+    return manifest

@@ -1,0 +1,104 @@
+"""`neffbuild verify`: artifacts against their digests, a config against its artifacts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from neffbuild.cli import options, output
+from neffbuild.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from neffbuild.cache.verify import Verified
+    from neffbuild.grid.coverage import Coverage
+
+
+@click.command(name="verify")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="CONFIG | URL")
+@options.cache_option
+@click.option("--tag", metavar="NAME:TAG", help="Of a URL, only what this tag names.")
+@options.json_option
+def command(words: tuple[str, ...], cache: Path | None, tag: str | None, as_json: bool) -> int:
+    """Check every artifact's digest.
+
+    With a CONFIG: that every state its decode steps can reach has a stored, undamaged unit in the local
+    cache. With a URL: the store's tags, indexes, manifests, entries and every file they name.
+    """
+    covered: Coverage | None = None
+    if words and ("://" in words[0] or Path(words[0]).is_dir()):
+        verified = _verify_store(words, tag)
+    elif tag:
+        raise ConfigError("--tag goes with a URL", field="--tag", value=tag)
+    else:
+        verified, covered = _verify_config(words, cache)
+    document = _document(verified, covered)
+    if as_json:
+        output.print_json(document)
+    else:
+        click.echo(_text(document))
+    if any(problem["kind"] != "missing_unit" for problem in document["problems"]):
+        return 4
+    return 0 if document["ok"] else 1
+
+
+def _verify_store(words: tuple[str, ...], tag: str | None) -> Verified:
+    from neffbuild.cache.open import open_store
+    from neffbuild.cache.tag import TagRef, Trust
+    from neffbuild.cache.verify import verify_store, verify_tag
+
+    if len(words) != 1:
+        raise ConfigError(f"unexpected argument {words[1]!r} after the URL", value=words[1])
+    store = open_store(words[0])
+    if tag is None:
+        return verify_store(store, Trust())
+    return verify_tag(store, TagRef.parse(tag), Trust())
+
+
+def _verify_config(words: tuple[str, ...], cache: Path | None) -> tuple[Verified, Coverage]:
+    from neffbuild.cache.verify import verify_keys
+    from neffbuild.grid.coverage import check_coverage
+    from neffbuild.toolchain.planning import units_to_serve
+    from neffbuild.toolchain.registry import load_toolchain
+
+    config = options.only_config(words, cache)
+    store = options.local_store(config)
+    bucketer, shapes = units_to_serve(config, load_toolchain(config.toolchain.name), store)
+    verified = verify_keys(store, shapes)
+    bad = {problem.key for problem in verified.problems}
+    good = [shape for key, shape in shapes.items() if key not in bad]
+    return verified, check_coverage(bucketer, good)
+
+
+def _document(verified: Verified, covered: Coverage | None) -> dict[str, Any]:
+    return {
+        "schema": "neffbuild.verify/1",
+        "ok": verified.ok and not (covered and covered.uncovered),
+        "entries_checked": verified.entries_checked,
+        "blobs_checked": verified.blobs_checked,
+        "states_checked": covered.states_checked if covered else 0,
+        "uncovered_states": [one.document() for one in covered.uncovered] if covered else [],
+        "prefill_gaps": [one.document() for one in covered.prefill_gaps] if covered else [],
+        "problems": [problem.document() for problem in verified.problems],
+    }
+
+
+def _text(document: dict[str, Any]) -> str:
+    lines = [f"{one['kind']} {one['key']}: {one['detail']}" for one in document["problems"]]
+    lines += [f"uncovered: {_state(one)}" for one in document["uncovered_states"]]
+    lines += [f"note: prefill is not covered: {one['reason']}" for one in document["prefill_gaps"]]
+    checked = (
+        f"{document['entries_checked']} entries, {document['blobs_checked']} blobs, "
+        f"{document['states_checked']} states checked"
+    )
+    lines.append(f"{'ok' if document['ok'] else 'NOT ok'}: {checked}")
+    return "\n".join(lines)
+
+
+def _state(state: dict[str, Any]) -> str:
+    rows, needs = state["num_seqs"], state["context_need"]
+    return (
+        f"{state['family']} with {rows[0]} to {rows[1]} sequences needing {needs[0]} to {needs[1]} "
+        f"positions: {state['reason']}"
+    )

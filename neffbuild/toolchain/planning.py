@@ -1,0 +1,62 @@
+"""A plan from a config: the toolchain's capabilities and identity, the grid and the store, joined."""
+
+from __future__ import annotations
+
+from neffbuild.cache.catalog import read_manifest, stored_keys
+from neffbuild.cache.plan import Plan, make_plan
+from neffbuild.cache.recipe import config_digest
+from neffbuild.cache.records import read_pointer
+from neffbuild.cache.store import Store
+from neffbuild.config.build import BuildConfig
+from neffbuild.config.errors import ConfigError
+from neffbuild.grid.bucketer import Bucketer
+from neffbuild.grid.expand import WarmUp, expand
+from neffbuild.grid.shapes import Shape
+from neffbuild.toolchain.base import Toolchain
+
+OWN_ENGINE = "reference"
+
+
+def plan_config(config: BuildConfig, toolchain: Toolchain, store: Store) -> Plan:
+    """Every shape of the config with its key and what `store` has of it.
+
+    Raises `ConfigError` for a config the toolchain cannot even plan, `StoreError` when the store
+    cannot be read.
+    """
+    bucketer = Bucketer.from_config(
+        config, query_len_support=toolchain.capabilities.query_len_support
+    )
+    identity = toolchain.identity(config)
+    # Our own runtime loads what its steps reach; other engines warm up every shape they list.
+    warm_up = WarmUp.REACHABLE if identity.engine == OWN_ENGINE else WarmUp.FULL_PRODUCT
+    grid = expand(bucketer, warm_up)
+    return make_plan(
+        config,
+        identity,
+        bucketer,
+        grid,
+        lambda keys: stored_keys(store, keys),
+    )
+
+
+def units_to_serve(
+    config: BuildConfig, toolchain: Toolchain, store: Store
+) -> tuple[Bucketer, dict[str, Shape]]:
+    """The bucketer of a config and key → shape of the units its steps need.
+
+    A machine that only serves may lack a tool whose version is in the keys; there the manifest that was
+    compiled or pulled for the config says what the keys are. Raises `ConfigError` when neither does.
+    """
+    plan = plan_config(config, toolchain, store)
+    if not plan.identity.unresolved:
+        return plan.bucketer, {unit.key: unit.shape for unit in plan.units if unit.key}
+    digest = read_pointer(store, config_digest(config))
+    manifest = read_manifest(store, digest) if digest else None
+    if manifest is None:
+        raise ConfigError(
+            f"units cannot be keyed here ({'; '.join(plan.identity.unresolved)}) and {store.url} has "
+            "no manifest of this config",
+            field="toolchain.versions",
+            hint="pull the config's tag, or pin the versions",
+        )
+    return plan.bucketer, {unit.key: unit.shape for unit in manifest.units if unit.key}
