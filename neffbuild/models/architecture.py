@@ -12,6 +12,8 @@ from typing import Any, Self
 from neffbuild.config.errors import ConfigError
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
+SUPPORTED_DTYPES = ("float32", "bfloat16")
+"""`serve.dtype`: what weights, activations and KV cache are kept in."""
 _ROPE_TYPES = ("default", "llama3")
 
 
@@ -69,7 +71,9 @@ class LlamaArchitecture:
         heads = _positive_int(config, "num_attention_heads")
         kv_heads = _positive_int(config, "num_key_value_heads", heads)
         if config.get("head_dim") is None and hidden_size % heads:
-            raise _malformed("hidden_size", hidden_size, f"a multiple of num_attention_heads {heads}")
+            raise _malformed(
+                "hidden_size", hidden_size, f"a multiple of num_attention_heads {heads}"
+            )
         if heads % kv_heads:
             raise _malformed(
                 "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads {heads}"

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from neffbuild.cache.recipe import auxiliary_layers
+from neffbuild.cache.serve_options import auxiliary_layers
 from neffbuild.config.build import BuildConfig
 from neffbuild.config.errors import ConfigError
 from neffbuild.grid.shapes import DecodeShape, Family
-from neffbuild.models.architecture import LlamaArchitecture
+from neffbuild.models.architecture import SUPPORTED_DTYPES, LlamaArchitecture
 from neffbuild.models.llama import KVCache, LlamaDecoder
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""`serve.dtype` → torch dtype of weights, activations and KV cache."""
 
 
 class StepInputs(NamedTuple):
@@ -49,14 +46,31 @@ def block_table_width(context_len: int, block_size: int) -> int:
 
 
 def allocate_kv_caches(
-    architecture: LlamaArchitecture, dtype: torch.dtype, num_blocks: int, block_size: int
+    architecture: LlamaArchitecture,
+    dtype: torch.dtype,
+    num_blocks: int,
+    block_size: int,
+    allocate: Callable[..., Tensor] = torch.zeros,
 ) -> list[KVCache]:
-    """Zeroed KV pool, per layer `(keys, values)`; block 0 is the null block."""
+    """KV pool, per layer `(keys, values)`; block 0 is the null block.
+
+    A pool that is read must not hold NaN where nothing was written yet, so it is zeroed;
+    `allocate=torch.empty` is for tracing alone and touches no memory.
+    """
     size = (num_blocks, block_size, architecture.num_key_value_heads, architecture.head_dim)
     return [
-        (torch.zeros(size, dtype=dtype), torch.zeros(size, dtype=dtype))
+        (allocate(size, dtype=dtype), allocate(size, dtype=dtype))
         for _ in range(architecture.num_hidden_layers)
     ]
+
+
+def named_kv_caches(kv_caches: Sequence[KVCache]) -> dict[str, Tensor]:
+    """The pool by the names a captured program knows it under: `kv_caches.<layer>.<0 keys, 1 values>`."""
+    return {
+        f"kv_caches.{layer}.{index}": tensor
+        for layer, cache in enumerate(kv_caches)
+        for index, tensor in enumerate(cache)
+    }
 
 
 def mark_num_blocks_symbolic(kv_caches: Sequence[KVCache]) -> None:
@@ -73,15 +87,16 @@ def mark_num_blocks_symbolic(kv_caches: Sequence[KVCache]) -> None:
 
 def model_dtype(config: BuildConfig) -> torch.dtype:
     """Dtype of the config's model. Raises `ConfigError` for one the decoder does not compute in."""
-    try:
-        return DTYPES[config.serve.dtype]
-    except KeyError:
+    if config.serve.dtype not in SUPPORTED_DTYPES:
         raise ConfigError(
-            f"the reference model computes in {' or '.join(DTYPES)}, not {config.serve.dtype!r}",
+            f"the reference model computes in {' or '.join(SUPPORTED_DTYPES)}, not "
+            f"{config.serve.dtype!r}",
             field="serve.dtype",
             value=config.serve.dtype,
-            hint=f"set serve.dtype to one of {', '.join(DTYPES)}",
-        ) from None
+            hint=f"set serve.dtype to one of {', '.join(SUPPORTED_DTYPES)}",
+        )
+    dtype: torch.dtype = getattr(torch, config.serve.dtype)
+    return dtype
 
 
 def build_decoder(config: BuildConfig, family: Family) -> LlamaDecoder:

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, silu
-from torch.nn.utils import skip_init
 
 from neffbuild.config.errors import ConfigError
 from neffbuild.models.architecture import LlamaArchitecture
@@ -154,7 +153,7 @@ class LlamaModel(nn.Module):
     def __init__(self, architecture: LlamaArchitecture, dtype: torch.dtype) -> None:
         super().__init__()
         vocabulary, hidden = architecture.vocab_size, architecture.hidden_size
-        self.embed_tokens = skip_init(nn.Embedding, vocabulary, hidden, dtype=dtype)
+        self.embed_tokens = _embedding(vocabulary, hidden, dtype)
         self.layers = nn.ModuleList(
             DecoderLayer(architecture, dtype) for _ in range(architecture.num_hidden_layers)
         )
@@ -227,8 +226,9 @@ class LlamaDecoder(nn.Module):
         by side `[B, Q, len(auxiliary_layers) * hidden_size]`.
         """
         block_size = kv_caches[0][0].shape[1]
-        rows, queries = input_ids.shape
-        live = torch.arange(queries, device=input_ids.device) < query_lens[:, None]  # [B, Q]
+        live = (
+            torch.arange(input_ids.shape[1], device=input_ids.device) < query_lens[:, None]
+        )  # [B, Q]
         # A pad token sees position 0 alone: an empty softmax would be NaN.
         positions = torch.where(live, positions, 0)
         slots = torch.where(live, slot_mapping, 0)
@@ -269,8 +269,12 @@ def inverse_frequencies(architecture: LlamaArchitecture) -> Tensor:
 
 
 def _linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
-    linear: nn.Linear = skip_init(nn.Linear, inputs, outputs, bias=bias, dtype=dtype)
-    return linear
+    linear = nn.Linear(inputs, outputs, bias=bias, dtype=dtype, device="meta")
+    return linear.to_empty(device="cpu")
+
+
+def _embedding(rows: int, width: int, dtype: torch.dtype) -> nn.Embedding:
+    return nn.Embedding(rows, width, dtype=dtype, device="meta").to_empty(device="cpu")
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,0 +1,158 @@
+"""The digest of a captured FX graph: equal for equal programs, whoever traced them and where.
+
+In it, in order: of every node its op, what it calls, its arguments (other nodes by position) and its
+value's description: of a tensor shape, strides, dtype and device; of a symbolic size its expression,
+symbols renamed in order of appearance; of anything opaque its value. Not in it: names of inputs and
+nodes, comments, stack traces, paths, example values' contents, how large a symbolic size happened to be.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch import fx
+from torch._library.fake_class_registry import FakeScriptObject
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+from neffbuild.cache.canonical import digest_bytes, digest_document
+from neffbuild.config.errors import ToolchainRefusal
+
+SCHEMA = "neffbuild.graph/1"
+
+
+def graph_digest(module: fx.GraphModule) -> str:
+    """SHA-256 of the canonical walk of a graph as Dynamo hands it to a backend (every placeholder has
+    its fake value in `meta["example_value"]`).
+
+    Raises `ToolchainRefusal` for a graph that holds a value with no stable description.
+    """
+    return digest_document({"schema": SCHEMA, "nodes": _Walk().nodes(module)})
+
+
+class _Walk:
+    """Describes one graph and its subgraphs as a JSON document. State: positions of the nodes met and
+    canonical names of the symbols met."""
+
+    def __init__(self) -> None:
+        self._symbols: dict[sympy.Basic, sympy.Symbol] = {}
+        self._positions: dict[fx.Node, int] = {}
+
+    def nodes(self, module: fx.GraphModule) -> list[Any]:
+        return [self._node(module, node) for node in module.graph.nodes]
+
+    def _node(self, module: fx.GraphModule, node: fx.Node) -> list[Any]:
+        self._positions[node] = len(self._positions)
+        return [
+            node.op,
+            self._target(module, node),
+            self._value(node.args),
+            self._value(node.kwargs),
+            self._example(node),
+        ]
+
+    def _target(self, module: fx.GraphModule, node: fx.Node) -> Any:
+        match node.op:
+            case "placeholder" | "output":
+                return None
+            case "call_method":
+                return node.target
+            case "get_attr" | "call_module":
+                return self._attribute(operator.attrgetter(str(node.target))(module))
+            case _:
+                return _callable_name(node.target)
+
+    def _attribute(self, attribute: object) -> Any:
+        """A subgraph or a constant that the graph carries."""
+        if isinstance(attribute, fx.GraphModule):
+            return ["graph", self.nodes(attribute)]
+        if isinstance(attribute, torch.Tensor):
+            content = attribute.detach().contiguous().reshape(-1).view(torch.uint8)
+            return [*self._tensor(attribute), digest_bytes(content.numpy().tobytes())]
+        return self._value(attribute)
+
+    def _example(self, node: fx.Node) -> Any:
+        if "example_value" in node.meta:
+            return self._value(node.meta["example_value"])
+        if node.op == "placeholder":
+            raise ToolchainRefusal(
+                f"the graph's input {node.name!r} has no example value: it was not captured by Dynamo"
+            )
+        return None
+
+    def _tensor(self, tensor: torch.Tensor) -> list[Any]:
+        sizes = [self._value(size) for size in tensor.shape]
+        strides = [self._value(stride) for stride in tensor.stride()]
+        return ["tensor", sizes, strides, str(tensor.dtype), str(tensor.device)]
+
+    def _value(self, value: Any) -> Any:
+        """Tagged, so that values of different types never describe alike."""
+        if isinstance(value, fx.Node):
+            return ["node", self._positions[value]]
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return ["symbol", self._expression(value.node.expr)]
+        return self._container(value)
+
+    def _container(self, value: Any) -> Any:
+        if isinstance(value, slice):
+            return ["slice", *(self._value(part) for part in (value.start, value.stop, value.step))]
+        if isinstance(value, Mapping):
+            return ["map", *([self._value(k), self._value(v)] for k, v in value.items())]
+        if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+            kind = "list" if isinstance(value, list) else "tuple"
+            return [kind, *(self._value(item) for item in value)]
+        return _plain(value)
+
+    def _expression(self, expression: sympy.Basic) -> str:
+        # In the order of their appearance in the graph; those new here by their own name, which
+        # Dynamo derives from where a size comes from, not from a counter or an address.
+        for symbol in sorted(expression.free_symbols, key=str):
+            if symbol not in self._symbols:
+                self._symbols[symbol] = sympy.Symbol(f"s{len(self._symbols)}", integer=True)
+        return str(expression.xreplace(self._symbols))
+
+
+def _plain(value: Any) -> Any:
+    """A value that is no container: a constant, or an opaque object by its own representation."""
+    if isinstance(value, FakeScriptObject):
+        value = value.real_obj
+    # An enum may be an int or a str too.
+    if isinstance(value, enum.Enum):
+        return ["enum", type(value).__qualname__, value.name]
+    if value is None or value is Ellipsis:
+        return repr(value)
+    if isinstance(value, bool | int | str):
+        return [type(value).__name__, value]
+    if isinstance(value, float | complex | bytes):
+        return [type(value).__name__, repr(value)]
+    if isinstance(value, torch.dtype | torch.device | torch.layout | torch.memory_format):
+        return [type(value).__name__, str(value)]
+    # The protocol of torch's opaque value types: an expression that rebuilds the object.
+    if hasattr(value, "__fx_repr__"):
+        return ["opaque", type(value).__qualname__, value.__fx_repr__()[0]]
+    if callable(value):
+        return ["callable", _callable_name(value)]
+    raise ToolchainRefusal(
+        f"the graph holds a {type(value).__module__}.{type(value).__qualname__}, which has no stable "
+        "description: two different graphs could get one digest",
+        hint="register it as an opaque value type (torch._library.opaque_object) or keep it out of "
+        "the compiled function",
+    )
+
+
+def _callable_name(target: Any) -> str:
+    """Where a function is found, without addresses."""
+    if isinstance(target, OpOverload | OpOverloadPacket | HigherOrderOperator):
+        return str(target)
+    if (name := getattr(target, "__qualname__", None)) is None:
+        raise ToolchainRefusal(f"the graph calls {target!r}, which has no name")
+    module = getattr(target, "__module__", None) or getattr(
+        getattr(target, "__objclass__", None), "__module__", "builtins"
+    )
+    return f"{module}.{name}"

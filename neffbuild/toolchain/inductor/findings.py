@@ -1,0 +1,54 @@
+"""What `neffbuild doctor` says of the inductor toolchain."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+
+from neffbuild.toolchain.base import Finding
+from neffbuild.toolchain.inductor.cpu_level import LEVELS, host_features
+from neffbuild.toolchain.inductor.identity import COMPILER, installed_versions
+
+
+def inductor_findings() -> list[Finding]:
+    """One line per tool and per CPU level; imports no torch."""
+    versions = installed_versions()
+    hints = {
+        "torch": "pip install 'neffbuild[inductor]'",
+        COMPILER: f"install {COMPILER} to compile; loading and serving need none",
+    }
+    findings = [
+        Finding(tool, True, versions[tool])
+        if tool in versions
+        else Finding(tool, False, "not installed", hint)
+        for tool, hint in hints.items()
+    ]
+    if COMPILER in versions:
+        findings.append(_precompiled_headers())
+    return [*findings, *(_level(name) for name in LEVELS)]
+
+
+def _precompiled_headers() -> Finding:
+    if shutil.which("openssl"):
+        return Finding("precompiled headers", True, "used, once per farm")
+    return Finding(
+        "precompiled headers",
+        False,
+        "not used: torch checksums them with openssl, which is not installed; a unit takes some "
+        "seconds longer",
+        "install openssl",
+    )
+
+
+def _level(name: str) -> Finding:
+    missing = LEVELS[name].features - host_features()
+    if not missing:
+        return Finding(name, True, "artifacts for it compile and run here")
+    if platform.machine() != "x86_64":
+        return Finding(name, False, f"neither compiles nor runs on {platform.machine()}")
+    return Finding(
+        name,
+        False,
+        f"compiles here but does not run: the CPU lacks {', '.join(sorted(missing))}",
+        "set toolchain.target to a level every serving host has",
+    )

@@ -1,0 +1,67 @@
+"""What the inductor toolchain does not build, and why; no torch needed to say it."""
+
+from __future__ import annotations
+
+import platform
+
+from neffbuild.config.build import BuildConfig
+from neffbuild.config.errors import ConfigError
+from neffbuild.grid.shapes import DecodeShape, Family, Shape
+from neffbuild.models.architecture import SUPPORTED_DTYPES, LlamaArchitecture
+from neffbuild.toolchain.inductor.identity import (
+    inductor_identity,
+    planned_versions,
+    version_mismatches,
+)
+
+_PARALLEL_SIZES = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "decode_context_parallel_size",
+)
+
+
+def config_refusal(config: BuildConfig) -> str | None:
+    """Why no unit of the config can be built on any host."""
+    serve = config.serve
+    for name in _PARALLEL_SIZES:
+        if (size := getattr(serve, name)) > 1:
+            return f"inductor builds for one rank only: {name} is {size}, set it to 1"
+    if serve.quantization is not None:
+        return f"inductor builds unquantised models only: quantization is {serve.quantization!r}"
+    if serve.kv_cache_dtype not in ("auto", serve.dtype):
+        return (
+            f"inductor keeps the KV cache in the model's dtype: kv_cache_dtype is "
+            f"{serve.kv_cache_dtype!r}, set it to 'auto'"
+        )
+    if serve.dtype not in SUPPORTED_DTYPES:
+        return f"inductor builds {' and '.join(SUPPORTED_DTYPES)} models: dtype is {serve.dtype!r}"
+    try:
+        LlamaArchitecture.from_config(config.model.architecture)
+        inductor_identity(config)
+    except ConfigError as error:
+        return error.message
+    return None
+
+
+def shape_refusal(shape: Shape) -> str | None:
+    """Why one shape of a config that can be built cannot."""
+    if not isinstance(shape, DecodeShape):
+        return f"inductor builds decode programs only, {shape.bucket_name} is a {shape.family} one"
+    if shape.family is Family.DRAFT:
+        return (
+            f"inductor has no draft model to build {shape.bucket_name} from: its reference model is "
+            "the target's"
+        )
+    return None
+
+
+def host_refusal(config: BuildConfig) -> str | None:
+    """Why this host cannot compile what it might plan."""
+    if platform.machine() != "x86_64":
+        return f"inductor targets are x86-64 and this host is {platform.machine()}"
+    if mismatches := version_mismatches(planned_versions(config.toolchain)):
+        return f"this host is not what the plan was made for: {'; '.join(mismatches)}"
+    if unresolved := inductor_identity(config).unresolved:
+        return "; ".join(unresolved)
+    return None

@@ -1,0 +1,85 @@
+"""The inductor toolchain: what `neffbuild.toolchain.base.Toolchain` asks for, each by its own module.
+
+Importing this imports no torch; capture, compile and load do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from neffbuild.cache.recipe import ToolchainIdentity
+from neffbuild.config.build import BuildConfig
+from neffbuild.config.errors import ToolchainRefusal
+from neffbuild.grid.bucketer import QueryLenSupport
+from neffbuild.grid.shapes import DecodeShape, Shape
+from neffbuild.toolchain.base import Artifact, Capabilities, Captured, Finding, KVGroup, Unit
+from neffbuild.toolchain.inductor.cpu_level import cpu_level
+from neffbuild.toolchain.inductor.findings import inductor_findings
+from neffbuild.toolchain.inductor.identity import NAME, inductor_identity
+from neffbuild.toolchain.inductor.refusal import config_refusal, host_refusal, shape_refusal
+
+if TYPE_CHECKING:
+    from neffbuild.toolchain.inductor.executable import Executable
+
+
+class InductorToolchain:
+    """AOTInductor for x86-64 CPUs, compiling the reference model."""
+
+    name = NAME
+    capabilities = Capabilities(
+        query_len_support=QueryLenSupport.VARLEN, kv_groups=frozenset({KVGroup.FULL})
+    )
+    preload: tuple[str, ...] = ("neffbuild.toolchain.inductor.preload",)
+
+    def identity(self, config: BuildConfig) -> ToolchainIdentity:
+        return inductor_identity(config)
+
+    def refusal(self, config: BuildConfig, shape: Shape | None = None) -> str | None:
+        return config_refusal(config) or (shape_refusal(shape) if shape else None)
+
+    def host_refusal(self, config: BuildConfig) -> str | None:
+        return host_refusal(config)
+
+    def findings(self) -> list[Finding]:
+        return inductor_findings()
+
+    def capture(self, unit: Unit) -> Captured:
+        if reason := self.refusal(unit.config, unit.shape):
+            raise ToolchainRefusal(reason)
+        from neffbuild.toolchain.inductor.capture import capture_unit
+
+        assert isinstance(unit.shape, DecodeShape)
+        return capture_unit(unit.config, unit.shape)
+
+    def compile(
+        self, unit: Unit, captured: Captured, scratch: Path, *, shared: Path | None = None
+    ) -> Artifact:
+        if reason := self.host_refusal(unit.config) or self._difference(unit):
+            raise ToolchainRefusal(
+                reason, hint="compile where the plan was made for, or plan again"
+            )
+        from neffbuild.toolchain.inductor.compile import compile_graph
+
+        toolchain = unit.config.toolchain
+        return compile_graph(
+            captured.graph, cpu_level(toolchain.target), toolchain.flags, scratch, shared
+        )
+
+    def load(self, files: Path, recipe: Mapping[str, Any]) -> Executable:
+        from neffbuild.toolchain.inductor.executable import load_executable
+
+        return load_executable(files, recipe)
+
+    def _difference(self, unit: Unit) -> str | None:
+        """What this host would build instead of what the recipe says, or None."""
+        planned, here = unit.recipe["toolchain"], self.identity(unit.config).document()
+        differing = [name for name in here if planned.get(name) != here[name]]
+        if not differing:
+            return None
+        name = differing[0]
+        return (
+            f"the unit's recipe says {name} {planned.get(name)!r}, this host would build "
+            f"{here[name]!r}"
+        )
