@@ -1,0 +1,256 @@
+"""Shape selection: which programs a step runs, and why.
+
+Pure rules over a few integers. With several ranks the integers are reduced over them first, so that
+every rank picks the same shapes:
+
+    rows ─(step_state)─▶ StepState ─(elementwise MAX over ranks)─▶ StepState ─(select_shapes)─▶ StepShapes
+
+In the notation used below, n is the largest `num_computed_tokens` over the live rows, K is
+`num_speculative_tokens`, M is `max_model_len`, L is the draft's limit, and d is K on a with-spec step and
+0 on any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import NamedTuple
+
+from neffbuild.config.errors import AboveLadder
+from neffbuild.grid.bucketer import Bucketer, QueryLenSupport
+from neffbuild.grid.shapes import DecodeShape, Family
+
+
+class PostTransferPolicy(StrEnum):
+    """What an engine does on a row's first decode step after a KV transfer, when no auxiliary hidden
+    states exist to draft from: run the whole step without speculation, or give the row placeholder
+    drafts."""
+
+    WITHOUT_SPEC = "without_spec"
+    PADDED = "padded"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One scheduled request.
+
+    `num_computed_tokens` are the positions already in the KV cache. `num_new_tokens` are the known
+    tokens (of the prompt, or sampled) not yet computed, all of them, whatever part of them the step
+    computes; drafts are not among them. `num_drafts` are the drafts it brings to be verified.
+    `wants_to_propose` is False for a row that needs no drafts for its next step.
+    """
+
+    num_computed_tokens: int
+    num_new_tokens: int = 1
+    num_drafts: int = 0
+    post_transfer: bool = False
+    wants_to_propose: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of one rank. `force_without_spec` is the engine's own wish."""
+
+    rows: Sequence[Row]
+    post_transfer_policy: PostTransferPolicy = PostTransferPolicy.WITHOUT_SPEC
+    force_without_spec: bool = False
+
+
+class Override(IntEnum):
+    """What overrides the drafts at hand, ordered so that the largest over all rows and ranks holds."""
+
+    NONE = 0
+    POST_TRANSFER_PADDED = 1
+    POST_TRANSFER_WITHOUT_SPEC = 2
+    FORCED = 3
+
+
+class StepState(NamedTuple):
+    """All that the choice of shapes depends on: small integers, each reduced over ranks by MAX.
+
+    - `num_seqs`: live rows.
+    - `num_computed_tokens`: n; 0 on an idle rank.
+    - `query_len`: 1 + the most drafts a row brings that it may verify.
+    - `override`: an `Override`.
+    - `draft_room`: L - `num_computed_tokens` of the shortest row that wants to propose; 0 when none
+      wants to.
+    - `holds_prefill`: 1 when some row is a prefill row.
+    """
+
+    num_seqs: int
+    num_computed_tokens: int
+    query_len: int = 1
+    override: int = Override.NONE
+    draft_room: int = 0
+    holds_prefill: int = 0
+
+
+IDLE = StepState(num_seqs=1, num_computed_tokens=0)
+"""What a rank without requests contributes: context 0 and the smallest batch."""
+
+
+class TargetReason(StrEnum):
+    """Why the target program is what it is."""
+
+    NO_SPECULATION = "no_speculation"
+    DRAFTS_TO_VERIFY = "drafts_to_verify"
+    POST_TRANSFER_PADDED = "post_transfer_padded"
+    POST_TRANSFER_WITHOUT_SPEC = "post_transfer_without_spec"
+    FORCED_WITHOUT_SPEC = "forced_without_spec"
+    NEAR_MAX_MODEL_LEN = "near_max_model_len"
+    NOTHING_DRAFTED = "nothing_drafted"
+    HOLDS_PREFILL = "holds_prefill"
+
+
+class DraftReason(StrEnum):
+    """Why the draft runs or does not."""
+
+    NO_SPECULATION = "no_speculation"
+    PROPOSES = "proposes"
+    NOT_WANTED = "not_wanted"
+    NEAR_DRAFT_LIMIT = "near_draft_limit"
+    HOLDS_PREFILL = "holds_prefill"
+
+
+@dataclass(frozen=True, slots=True)
+class StepShapes:
+    """The shapes of a step: `target` is None when it is no decode step, `draft` when none is drafted."""
+
+    target: DecodeShape | None
+    draft: DecodeShape | None
+    target_reason: TargetReason
+    draft_reason: DraftReason
+
+
+def select_shapes(bucketer: Bucketer, state: StepState) -> StepShapes:
+    """The smallest programs that hold a step.
+
+    Raises `AboveLadder` for a step no program holds: more rows than `max_num_seqs`, a row at
+    `max_model_len`, or (a profiling batch, say) more than 1 + K tokens per row.
+    """
+    num_seqs, n, query_len, override, draft_room, holds_prefill = state
+    spec_tokens, limit = bucketer.num_speculative_tokens, bucketer.max_model_len
+    if holds_prefill:
+        return _HOLDS_PREFILL
+    if query_len > 1 + spec_tokens:
+        raise AboveLadder(
+            f"a decode step holds up to {1 + spec_tokens} tokens per row "
+            f"(1 + num_speculative_tokens), not {query_len}",
+            field="query_len",
+            value=query_len,
+            hint="run it as prefill; profiling and dummy batches must be no wider either",
+        )
+    if not spec_tokens:
+        target = bucketer.decode_shape(Family.TARGET, num_seqs=num_seqs, context_need=n + 1)
+        return StepShapes(target, None, TargetReason.NO_SPECULATION, DraftReason.NO_SPECULATION)
+
+    uniform = bucketer.query_len_support is QueryLenSupport.UNIFORM
+    near_limit = n + 1 + spec_tokens > limit
+    if override == Override.FORCED:
+        reason = TargetReason.FORCED_WITHOUT_SPEC
+    elif override == Override.POST_TRANSFER_WITHOUT_SPEC:
+        reason = TargetReason.POST_TRANSFER_WITHOUT_SPEC
+    elif near_limit and (uniform or query_len == 1):
+        reason = TargetReason.NEAR_MAX_MODEL_LEN
+    elif query_len == 1:
+        reason = TargetReason.NOTHING_DRAFTED
+    elif override == Override.POST_TRANSFER_PADDED:
+        reason = TargetReason.POST_TRANSFER_PADDED
+    else:
+        reason = TargetReason.DRAFTS_TO_VERIFY
+
+    if reason in _WITH_SPEC:
+        drafts, width = spec_tokens, query_len
+        # A row near the limit verifies nothing and needs n + 1; only that may be above the limit.
+        need = max(n + 1, min(n + 1 + drafts, limit))
+        target = bucketer.decode_shape(
+            Family.TARGET_WITH_SPEC, num_seqs=num_seqs, context_need=need, query_len=width
+        )
+    else:
+        drafts, width = 0, 1
+        target = bucketer.decode_shape(
+            Family.TARGET_WITHOUT_SPEC, num_seqs=num_seqs, context_need=n + 1
+        )
+
+    if draft_room <= 0:
+        return StepShapes(target, None, reason, DraftReason.NOT_WANTED)
+    # Uniform programs take all rows or none, so the longest row decides; otherwise each by itself.
+    room = bucketer.draft_limit - n if uniform else draft_room
+    if room < 1 + drafts + spec_tokens:
+        return StepShapes(target, None, reason, DraftReason.NEAR_DRAFT_LIMIT)
+    draft = bucketer.decode_shape(
+        Family.DRAFT,
+        num_seqs=num_seqs,
+        context_need=min(n + drafts + spec_tokens, bucketer.draft_limit),
+        query_len=width,
+    )
+    return StepShapes(target, draft, reason, DraftReason.PROPOSES)
+
+
+_WITH_SPEC = (TargetReason.DRAFTS_TO_VERIFY, TargetReason.POST_TRANSFER_PADDED)
+_HOLDS_PREFILL = StepShapes(None, None, TargetReason.HOLDS_PREFILL, DraftReason.HOLDS_PREFILL)
+
+
+def step_state(bucketer: Bucketer, step: Step) -> StepState:
+    """What one rank contributes to the choice of shapes."""
+    n, query_len, draft_room, holds_prefill = 0, 1, 0, 0
+    override = Override.FORCED if step.force_without_spec else Override.NONE
+    for row in step.rows:
+        if not is_decode_row(row):
+            holds_prefill = 1
+            continue
+        n = max(n, row.num_computed_tokens)
+        if not bucketer.num_speculative_tokens:
+            continue
+        query_len = max(query_len, 1 + _drafts_within_limit(bucketer, step, row))
+        if row.post_transfer:
+            override = max(override, _POST_TRANSFER[step.post_transfer_policy])
+        if row.wants_to_propose:
+            draft_room = max(draft_room, bucketer.draft_limit - row.num_computed_tokens)
+    return StepState(len(step.rows), n, query_len, override, draft_room, holds_prefill)
+
+
+_POST_TRANSFER = {
+    PostTransferPolicy.PADDED: Override.POST_TRANSFER_PADDED,
+    PostTransferPolicy.WITHOUT_SPEC: Override.POST_TRANSFER_WITHOUT_SPEC,
+}
+
+
+def is_decode_row(row: Row) -> bool:
+    """Whether a row decodes: exactly one known token to compute, over prior state.
+
+    The last token of a prompt whose others are computed (prefix cache, KV transfer) is decoded; a prompt
+    of one token is prefilled, and so is the recomputation after a preemption. How many tokens the step
+    schedules says nothing: the first of many may be scheduled alone.
+    """
+    return row.num_computed_tokens > 0 and row.num_new_tokens == 1
+
+
+def verified_drafts(bucketer: Bucketer, step: Step, row: Row, shapes: StepShapes) -> int:
+    """How many drafts (placeholders included) a decode row verifies in the chosen target program. It
+    computes one token more; what a uniform program is wider than that holds placeholders."""
+    if shapes.target is None or shapes.target.family is not Family.TARGET_WITH_SPEC:
+        return 0
+    return _drafts_within_limit(bucketer, step, row)
+
+
+def proposes(bucketer: Bucketer, row: Row, shapes: StepShapes) -> bool:
+    """Whether a decode row gets drafts from the chosen draft program."""
+    if shapes.draft is None or not row.wants_to_propose:
+        return False
+    if bucketer.query_len_support is QueryLenSupport.UNIFORM:
+        return True
+    spec_tokens = bucketer.num_speculative_tokens
+    drafts = spec_tokens if shapes.target_reason in _WITH_SPEC else 0
+    return row.num_computed_tokens + 1 + drafts + spec_tokens <= bucketer.draft_limit
+
+
+def _drafts_within_limit(bucketer: Bucketer, step: Step, row: Row) -> int:
+    spec_tokens = bucketer.num_speculative_tokens
+    near_limit = row.num_computed_tokens + 1 + spec_tokens > bucketer.max_model_len
+    if near_limit and bucketer.query_len_support is QueryLenSupport.VARLEN:
+        return 0
+    if row.post_transfer and step.post_transfer_policy is PostTransferPolicy.PADDED:
+        return spec_tokens
+    return row.num_drafts
