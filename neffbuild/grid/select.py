@@ -194,21 +194,28 @@ _HOLDS_PREFILL = StepShapes(None, None, TargetReason.HOLDS_PREFILL, DraftReason.
 
 def step_state(bucketer: Bucketer, step: Step) -> StepState:
     """What one rank contributes to the choice of shapes."""
-    n, query_len, draft_room, holds_prefill = 0, 1, 0, 0
+    rows = step.rows
+    decoding = [row for row in rows if is_decode_row(row)]
+    n = max([row.num_computed_tokens for row in decoding], default=0)
+    holds_prefill = int(len(decoding) < len(rows))
+    if not bucketer.num_speculative_tokens:
+        return StepState(len(rows), n, holds_prefill=holds_prefill)
+
+    longest = _longest_with_drafts(bucketer)
+    query_len = 1 + max(
+        [row.num_drafts for row in decoding if row.num_computed_tokens <= longest], default=0
+    )
     override = Override.FORCED if step.force_without_spec else Override.NONE
-    for row in step.rows:
-        if not is_decode_row(row):
-            holds_prefill = 1
-            continue
-        n = max(n, row.num_computed_tokens)
-        if not bucketer.num_speculative_tokens:
-            continue
-        query_len = max(query_len, 1 + _drafts_within_limit(bucketer, step, row))
-        if row.post_transfer:
-            override = max(override, _POST_TRANSFER[step.post_transfer_policy])
-        if row.wants_to_propose:
-            draft_room = max(draft_room, bucketer.draft_limit - row.num_computed_tokens)
-    return StepState(len(step.rows), n, query_len, override, draft_room, holds_prefill)
+    received = [row.num_computed_tokens for row in decoding if row.post_transfer]
+    if received:
+        override = max(override, _POST_TRANSFER[step.post_transfer_policy])
+        if step.post_transfer_policy is PostTransferPolicy.PADDED and min(received) <= longest:
+            query_len = max(query_len, 1 + bucketer.num_speculative_tokens)
+    limit = bucketer.draft_limit
+    shortest = min(
+        [row.num_computed_tokens for row in decoding if row.wants_to_propose], default=limit
+    )
+    return StepState(len(rows), n, query_len, override, max(limit - shortest, 0), holds_prefill)
 
 
 _POST_TRANSFER = {
@@ -232,7 +239,11 @@ def verified_drafts(bucketer: Bucketer, step: Step, row: Row, shapes: StepShapes
     computes one token more; what a uniform program is wider than that holds placeholders."""
     if shapes.target is None or shapes.target.family is not Family.TARGET_WITH_SPEC:
         return 0
-    return _drafts_within_limit(bucketer, step, row)
+    if row.num_computed_tokens > _longest_with_drafts(bucketer):
+        return 0
+    if row.post_transfer and step.post_transfer_policy is PostTransferPolicy.PADDED:
+        return bucketer.num_speculative_tokens
+    return row.num_drafts
 
 
 def proposes(bucketer: Bucketer, row: Row, shapes: StepShapes) -> bool:
@@ -246,11 +257,9 @@ def proposes(bucketer: Bucketer, row: Row, shapes: StepShapes) -> bool:
     return row.num_computed_tokens + 1 + drafts + spec_tokens <= bucketer.draft_limit
 
 
-def _drafts_within_limit(bucketer: Bucketer, step: Step, row: Row) -> int:
-    spec_tokens = bucketer.num_speculative_tokens
-    near_limit = row.num_computed_tokens + 1 + spec_tokens > bucketer.max_model_len
-    if near_limit and bucketer.query_len_support is QueryLenSupport.VARLEN:
-        return 0
-    if row.post_transfer and step.post_transfer_policy is PostTransferPolicy.PADDED:
-        return spec_tokens
-    return row.num_drafts
+def _longest_with_drafts(bucketer: Bucketer) -> int:
+    """The most computed tokens with which a row keeps its drafts. Uniform programs take all rows or
+    none, so there the longest row of the whole group decides, when the shapes are selected."""
+    if bucketer.query_len_support is QueryLenSupport.UNIFORM:
+        return bucketer.max_model_len
+    return bucketer.max_model_len - 1 - bucketer.num_speculative_tokens

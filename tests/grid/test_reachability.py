@@ -68,6 +68,7 @@ CASES = [
             "draft too short to run": {
                 "contexts": (4,), "max_model_len": 8, "spec_tokens": 3, "draft_limit": 4
             },
+            "three positions": {"contexts": (2,), "max_model_len": 3, "spec_tokens": 1},
             "too short to speculate": {"contexts": (3,), "max_model_len": 4, "spec_tokens": 3},
             "short and wide": {"contexts": (4, 5), "max_model_len": 6, "spec_tokens": 3},
             "two ranks": {
@@ -77,6 +78,14 @@ CASES = [
         }.items()
     ),
     case("query ladder", UNIFORM, contexts=(4, 7), max_model_len=9, spec_tokens=3, verify=(2, 4)),
+    case(
+        "query ladder, own drafts end one above the draft's limit", UNIFORM,
+        contexts=(6, 7), max_model_len=10, spec_tokens=3, verify=(3, 4), draft_limit=6,
+    ),
+    case(
+        "query ladder, draft too short to run", UNIFORM,
+        contexts=(6,), max_model_len=9, spec_tokens=3, verify=(2, 4), draft_limit=3,
+    ),
     case("every width", UNIFORM, contexts=(4, 8), max_model_len=9, spec_tokens=2, verify=(2, 3)),
     case(
         "query ladder, short draft", UNIFORM,
