@@ -96,6 +96,12 @@ def read_entries(store: Store, keys: Iterable[str]) -> dict[str, Lookup]:
     return found
 
 
+def read_hits(store: Store, keys: Iterable[str]) -> dict[str, Entry]:
+    """key → entry, of the keys that are hits."""
+    found = read_entries(store, keys)
+    return {key: hit.entry for key, hit in found.items() if isinstance(hit, Hit)}
+
+
 def stored_keys(store: Store, keys: Iterable[str]) -> dict[str, str | None]:
     """key → None where a whole entry is stored, else why not (it is broken, or its last compile
     failed). A key the store knows nothing of is absent.
@@ -240,11 +246,17 @@ def _stands_without(document: Document, key: str, damaged: Mapping[str, int]) ->
 
 def _missing_blobs(store: Store, blobs: Mapping[str, Mapping[str, int]]) -> dict[str, str]:
     """key → what is missing, for the entries that lack a blob. One question for all of them."""
-    sizes = {digest: size for of_entry in blobs.values() for digest, size in of_entry.items()}
-    present = store.present_blobs(sizes)
+    pending = {blob for of_entry in blobs.values() for blob in of_entry.items()}
+    present: set[tuple[str, int]] = set()
+    while pending:
+        # More than one round only where entries disagree on a blob's size: then one of them lies, and
+        # the others must not suffer for it.
+        sizes = dict(pending)
+        present.update((digest, sizes[digest]) for digest in store.present_blobs(sizes))
+        pending.difference_update(sizes.items())
     lost: dict[str, str] = {}
     for key, of_entry in blobs.items():
         for digest, size in of_entry.items():
-            if digest not in present or sizes[digest] != size:
+            if (digest, size) not in present:
                 lost[key] = f"blob {digest} is missing or does not have {size} bytes"
     return lost

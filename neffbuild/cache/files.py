@@ -20,6 +20,7 @@ from neffbuild.config.errors import StoreError
 
 _CHUNK = 1 << 20
 _LARGEST_DOCUMENT = 1 << 28
+_MOST_DOCUMENTS = 1 << 16  # one small read: thousands of entries are read for a plan
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _HINTS = {
     errno.ENOSPC: "free space there, or name another directory",
@@ -61,9 +62,9 @@ def make_folder(path: Path) -> None:
     make_folder(path.parent)
     try:
         path.mkdir()
-    except FileExistsError:
+    except FileExistsError as error:
         if not path.is_dir():
-            raise
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
     sync_folder(path.parent)
 
 
@@ -125,12 +126,13 @@ def read_document(path: str) -> bytes | None:
             return b""
         raise
     try:
-        data = os.read(descriptor, _CHUNK)
-        if len(data) == _CHUNK:
-            rest = [data]
-            while (part := os.read(descriptor, _CHUNK)) and len(rest) * _CHUNK < _LARGEST_DOCUMENT:
-                rest.append(part)
-            data = b"".join(rest)
+        data = os.read(descriptor, _MOST_DOCUMENTS)
+        if len(data) == _MOST_DOCUMENTS:
+            parts, size = [data], len(data)
+            while size < _LARGEST_DOCUMENT and (part := os.read(descriptor, _CHUNK)):
+                parts.append(part)
+                size += len(part)
+            data = b"".join(parts)
     except (IsADirectoryError, BlockingIOError):
         return b""
     finally:

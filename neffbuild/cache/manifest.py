@@ -151,7 +151,7 @@ def _shape(document: Any) -> Shape:
     for name, value in shape.document().items():
         if name in ("kind", "family"):
             continue
-        flag = name == "context_bucketed" and type(value) is bool
-        if not flag and (type(value) is not int or value < 0):
+        stated: type = bool if name == "context_bucketed" else int
+        if type(value) is not stated or value < 0:
             raise IntegrityError(f"manifest holds the malformed shape {document!r:.200}")
     return shape
