@@ -129,7 +129,11 @@ def check_segments(
     """Segmented prefill takes one segment size; prefill buckets, where given, must be the same list,
     since a segment is what one prefill step computes."""
     sizes = [size for size in KV_SEGMENT_SIZES if size % block_size == 0]
-    allowed = "one of " + ", ".join(f"[{size}]" for size in sizes)
+    allowed = (
+        "one of " + ", ".join(f"[{size}]" for size in sizes)
+        if sizes
+        else f"no segment size, with block_size {block_size}"
+    )
     value = list(segments)
     if len(segments) != 1:
         findings.refuse(path, value, allowed, "one segment size is supported at a time")

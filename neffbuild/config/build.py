@@ -82,11 +82,11 @@ class BuildConfig:
     notes: tuple[str, ...] = ()
 
 
-def cache_directory(config: BuildConfig) -> Path:
+def cache_directory(cache: CacheConfig) -> Path:
     """Where local artifacts are kept: `cache.local`, else `$NEFFBUILD_CACHE`, else
     `$XDG_CACHE_HOME/neffbuild`, else `~/.cache/neffbuild`."""
     for place, below in (
-        (config.cache.local, ""),
+        (cache.local, ""),
         (os.environ.get("NEFFBUILD_CACHE"), ""),
         (os.environ.get("XDG_CACHE_HOME"), "neffbuild"),
     ):

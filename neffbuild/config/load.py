@@ -86,6 +86,7 @@ def _build(
 def _sections(document: dict[str, Any], findings: Findings) -> dict[str, dict[str, Any]]:
     """The sections of a file, `serve` always among them."""
     if "serve" not in document and "model" in document:
+        findings.notes += vllm_options.unheard_switches(document)
         return {"serve": document}
     for name in document:
         if name not in _SECTIONS:

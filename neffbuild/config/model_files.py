@@ -75,7 +75,9 @@ def _find(reference: str, base: Path, field: str, revision: str | None) -> tuple
             looked.append(str(file))
         looked.append(str(folder / "refs" / (revision or "main")))
     raise ConfigError(
-        f"{field} is {reference!r}, and no config.json was found; looked at " + ", ".join(looked),
+        f"{field} is {reference!r}, and no config.json was found; allowed: a directory with a "
+        "config.json, such a file, or a model id in the local Hugging Face cache; looked at "
+        + ", ".join(looked),
         field=field,
         value=reference,
         hint="name a directory that holds the model's config.json, or download the model first "

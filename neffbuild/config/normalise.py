@@ -240,7 +240,9 @@ def _other_value(name: str, value: Any) -> Any:
         return plain(json_option(value)) if value.lstrip()[:1] in ("{", "[") else value
     if name in vllm_options.HUMAN_READABLE and isinstance(value, str):
         number = human_readable_integer(value)
-        return value if number is None else number
+        if number is None:
+            raise ValueError("not a size; allowed: an integer, or one like 128k, 25.6k, 128K")
+        return number
     if name in vllm_options.LISTS and not isinstance(value, list):
         return [plain(value)]
     return plain(value)

@@ -41,11 +41,18 @@ def parse_vllm_command(words: Sequence[str]) -> VllmCommand:
     Raises `ConfigError` for what vLLM would refuse or ignore.
     """
     arguments = _after_serve(words)
-    arguments, from_file = _config_file(arguments)
-    reading = _Reading(from_file)
+    arguments, from_file, notes = _config_file(arguments)
+    reading = _Reading(dict(from_file), notes=notes)
     reading.read(arguments)
     options = reading.options
     if reading.model is not None:
+        if options.get("model") not in (None, from_file.get("model"), reading.model):
+            _refuse(
+                f"two models are given, {reading.model!r} and --model {options['model']!r}",
+                option="--model",
+                value=options["model"],
+                hint="keep one of the two",
+            )
         options["model"] = reading.model
     if options.get("model") in (None, ""):
         _refuse("no model is given", hint=f"{_USAGE}; an unknown option takes the word after it")
@@ -66,8 +73,8 @@ def _after_serve(words: Sequence[str]) -> list[str]:
     return rest[1:]
 
 
-def _config_file(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """The words without `--config FILE`, and that file's options."""
+def _config_file(arguments: list[str]) -> tuple[list[str], dict[str, Any], list[str]]:
+    """The words without `--config FILE`, that file's options, and notes on them."""
     written_on = next((word for word in arguments if word.startswith("--config=")), None)
     if written_on is not None:
         _refuse(
@@ -77,7 +84,7 @@ def _config_file(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
             hint=f"write it as two words: --config {written_on.removeprefix('--config=')}",
         )
     if "--config" not in arguments:
-        return arguments, {}
+        return arguments, {}, []
     if arguments.count("--config") > 1:
         _refuse("--config is given more than once; vLLM reads one file", option="--config")
     index = arguments.index("--config")
@@ -90,11 +97,13 @@ def _config_file(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
             option="--config",
             value=str(path),
         )
+    document = read_document(path)
     try:
-        options = vllm_options.option_names(read_document(path), "")
+        options = vllm_options.option_names(document, "")
     except ConfigError as error:
         _refuse(error.message, option="--config", value=str(path), hint=error.hint)
-    return arguments[:index] + arguments[index + 2 :], options
+    notes = vllm_options.unheard_switches(document)
+    return arguments[:index] + arguments[index + 2 :], options, notes
 
 
 @dataclass(slots=True)
@@ -194,6 +203,7 @@ class _Reading:
                 _refuse(f"{path} needs a value", option=path)
             text = rest.pop(0)
         spelled, *keys = path.removesuffix("+").split(".")
+        spelled = spelled.replace("_", "-")
         value: Any = text.split(",") if path.endswith("+") else _part_value(path, text)
         for key in reversed(keys):
             value = {key: value}

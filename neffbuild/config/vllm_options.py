@@ -46,6 +46,17 @@ SWITCHES = frozenset(
 )
 """Take no value; `--no-NAME` turns one off."""
 
+NOT_OFF_BY_DEFAULT = frozenset(
+    """
+    async_scheduling cohere_is_reasoning_model dcp_q_replicate disable_cascade_attn
+    disable_hybrid_kv_cache_manager disable_nccl_for_dp_synchronization
+    enable_batch_sharded_sampling enable_chunked_prefill enable_flash_late_interaction
+    enable_flashinfer_autotune enable_log_deltas enable_lora enable_prefix_caching
+    mm_device_do_normalize scheduler_reserve_full_isl swa_bounded_replay use_tqdm_on_load
+    """.split()
+)
+"""Switches that are on, or decided by the engine, unless `--no-NAME` is given."""
+
 LISTS = frozenset(
     """
     allowed_media_domains api_key collect_detailed_traces cpu_offload_params
@@ -206,3 +217,14 @@ def option_names(options: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
             )
         result[name], spelled[name] = value, key
     return result
+
+
+def unheard_switches(options: Mapping[Any, Any]) -> list[str]:
+    """Notes on switches that a vLLM `--config` file turns off in vain: `vllm serve` passes only
+    `no-NAME: true` on, not `NAME: false`."""
+    return [
+        f"{key}: false in a vLLM config file does not reach vLLM; it is read as off here (write "
+        f"no-{str(key).replace('_', '-')}: true, which vLLM reads too)"
+        for key, value in options.items()
+        if value is False and option_name(str(key)) in NOT_OFF_BY_DEFAULT
+    ]
