@@ -7,7 +7,7 @@ a scratch folder to write to and files to load from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -75,6 +75,36 @@ class Finding:
     hint: str | None = None
 
 
+class BoundExecutable(Protocol):
+    """A loaded program some of whose inputs are fixed; `free` names the others."""
+
+    @property
+    def free(self) -> tuple[str, ...]: ...
+
+    def __call__(self, tensors: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Run once with the free inputs given; outputs in the order of `Executable.outputs`."""
+        ...
+
+
+class Executable(Protocol):
+    """A loaded program: no tracing, no compiling. `inputs` and `outputs` are names in its order (None
+    for an output the graph returns as None)."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]: ...
+
+    @property
+    def outputs(self) -> tuple[str | None, ...]: ...
+
+    def bind(self, tensors: Mapping[str, Any]) -> BoundExecutable:
+        """Fix those of the inputs that `tensors` names; it may hold others. Nothing is copied, so one
+        set of weights serves any number of programs.
+
+        Raises `ConfigError` for a tensor the program does not take.
+        """
+        ...
+
+
 class Toolchain(Protocol):
     """One compiler."""
 
@@ -124,7 +154,7 @@ class Toolchain(Protocol):
         """
         ...
 
-    def load(self, files: Path, recipe: Mapping[str, Any]) -> Callable[..., Any]:
+    def load(self, files: Path, recipe: Mapping[str, Any]) -> Executable:
         """A ready executable from a folder that holds the artifact's files under their names.
 
         No tracing and no compiling. Raises `ToolchainRefusal` when this host cannot run it.
