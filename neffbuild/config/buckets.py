@@ -41,8 +41,6 @@ def ascending_integers(
         except ValueError:
             findings.refuse(path, given, wanted, "write it like [1, 2, 4]")
             return None
-        if isinstance(value, list):
-            findings.note(f"{path}: the list was given as a text; it is read as {value}")
     if isinstance(value, bool) or not isinstance(value, list | tuple):
         single = isinstance(value, int) and not isinstance(value, bool)
         findings.refuse(path, given, wanted, f"write [{value}]" if single else None)
@@ -50,6 +48,8 @@ def ascending_integers(
     if not value:
         findings.refuse(path, given, wanted, empty_hint or "leave the option out for its default")
         return None
+    if isinstance(given, str):
+        findings.note(f"{path}: the list was given as a text; it is read as {value}")
     buckets = [_bucket(item) for item in value]
     for index, (item, bucket) in enumerate(zip(value, buckets, strict=True)):
         if bucket is None:

@@ -56,8 +56,8 @@ class SpeculativeConfig(BaseModel):
 class ServeConfig(BaseModel):
     """Options the grid depends on are typed; every other option is kept as given and enters the key.
 
-    After loading, `dtype` is concrete, `max_model_len`, `max_num_seqs`, `max_num_batched_tokens` and
-    `block_size` are set, and `num_seqs_buckets` is the full ladder.
+    After loading, `dtype` is concrete, `max_model_len`, `max_num_seqs`, `max_num_batched_tokens`,
+    `block_size` and `enable_prefix_caching` are set, and `num_seqs_buckets` is the full ladder.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")

@@ -214,7 +214,13 @@ def test_segments_that_fit(workspace: Workspace) -> None:
     assert "allowed: no segment size, with block_size 96" in error.message
 
 
-@pytest.mark.parametrize("value", [[5], [7], [1, 2]])
+def test_a_row_of_one_token_holds_no_draft(workspace: Workspace) -> None:
+    error = workspace.refused(lists(verify_query_len_buckets=[1, 6]))
+    assert (error.field, error.value) == (path("verify_query_len_buckets"), [1, 6])
+    assert "allowed: integers from 2 to 6" in error.message
+
+
+@pytest.mark.parametrize("value", [[5], [7], [2, 3]])
 def test_query_lengths_end_with_one_and_all_drafts(workspace: Workspace, value: list[int]) -> None:
     error = workspace.refused(lists(verify_query_len_buckets=value))
     assert (error.field, error.value) == (path("verify_query_len_buckets"), value)
