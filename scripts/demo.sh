@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# The main job from start to end: a build machine plans, compiles and pushes; a serving machine with an
+# empty cache and no C++ compiler on its PATH pulls and decodes. `make demo` sets everything up.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+config=configs/quickstart.yaml
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+# The serving machine finds neffbuild and nothing else.
+mkdir "$work/bin"
+ln -s "$(command -v neffbuild)" "$work/bin/neffbuild"
+
+run() {
+    printf '\n$ %s\n' "${*//$work/DEMO}"
+    "$@" | sed "s|$work|DEMO|g"
+}
+
+echo "# build machine"
+export NEFFBUILD_CACHE="$work/build-cache"
+run neffbuild plan "$config"
+run neffbuild compile "$config"
+run neffbuild compile "$config"
+run neffbuild push "$config" --to "$work/store" --tag demo
+
+echo
+echo "# serving machine: empty cache, no compiler"
+export NEFFBUILD_CACHE="$work/serving-cache" PATH="$work/bin:/bin-without-compilers"
+serve() {
+    printf '\n$ %s\n' "${*//$work/DEMO}"
+    "$@"
+}
+serve neffbuild pull "$work/store" --tag quickstart:demo
+serve neffbuild verify "$config"
+serve neffbuild replay "$config" --steps 200 --execute
