@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,14 +21,11 @@ from pathlib import Path
 from neffbuild.cache import files
 from neffbuild.cache.canonical import digest_bytes, is_digest
 from neffbuild.cache.lock import host_lock
+from neffbuild.cache.names import LAYOUT, NOT_DOCUMENTS, is_name, valid_name, valid_prefix
 from neffbuild.cache.problem import ProblemKind
 from neffbuild.cache.store import Document, Listed, Store
-from neffbuild.config.errors import IntegrityError, StoreError
+from neffbuild.config.errors import IntegrityError
 
-LAYOUT = "v1"
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(?:/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
-_PREFIX = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9._-]*/)*(?:[A-Za-z0-9_][A-Za-z0-9._-]*)?")
-_NOT_DOCUMENTS = frozenset({"blobs", "loaded", "quarantine", "tmp"})
 _LOCK_WAIT = 60.0
 
 
@@ -56,7 +52,7 @@ class DirectoryStore:
     def read_many(self, names: Iterable[str]) -> Iterator[tuple[str, Document]]:
         by_folder: dict[str, list[str]] = {}
         for name in names:
-            folder, _, leaf = _valid_name(name).rpartition("/")
+            folder, _, leaf = valid_name(name).rpartition("/")
             by_folder.setdefault(folder, []).append(leaf)
         for folder, leaves in by_folder.items():
             path = f"{self._base}/{folder}"
@@ -103,9 +99,7 @@ class DirectoryStore:
             path.unlink(missing_ok=True)
 
     def list(self, prefix: str) -> Iterator[Listed]:
-        if not _PREFIX.fullmatch(prefix):
-            raise StoreError(f"{prefix!r} is not the start of a document name", value=prefix)
-        folder, _, start = prefix.rpartition("/")
+        folder, _, start = valid_prefix(prefix).rpartition("/")
         with files.refusals("list", self._base / folder):
             yield from self._list(f"{folder}/" if folder else "", start)
 
@@ -200,7 +194,7 @@ class DirectoryStore:
         return self._document_path(f"loaded/{key}")
 
     def _document_path(self, name: str) -> Path:
-        return self._base / _valid_name(name)
+        return self._base / valid_name(name)
 
     @contextlib.contextmanager
     def _temporary(self) -> Iterator[Path]:
@@ -251,20 +245,14 @@ class DirectoryStore:
             return
         with scan:
             for item in scan:
-                if not item.name.startswith(start) or (not folder and item.name in _NOT_DOCUMENTS):
+                if not item.name.startswith(start) or (not folder and item.name in NOT_DOCUMENTS):
                     continue
                 if item.is_dir(follow_symlinks=False):
                     yield from self._list(f"{folder}{item.name}/", "")
-                elif _NAME.fullmatch(item.name):
+                elif is_name(item.name):
                     with contextlib.suppress(FileNotFoundError):
                         status = item.stat(follow_symlinks=False)
                         yield Listed(f"{folder}{item.name}", status.st_size, status.st_mtime)
-
-
-def _valid_name(name: str) -> str:
-    if not _NAME.fullmatch(name):
-        raise StoreError(f"{name!r} is not a document name", value=name)
-    return name
 
 
 def _remove(path: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_relative_store_stays_where_it_was_opened(
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("s3://bucket/prefix", "s3:// is not supported"),
+        ("gs://bucket/prefix", "gs:// is not supported"),
         ("https://host/x", "https:// is not supported"),
         ("file://host/x", "names the host 'host'"),
         ("", "names no directory"),
