@@ -1,0 +1,184 @@
+"""Run units in processes of this host."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from neffbuild.config.errors import ToolchainRefusal
+from neffbuild.farm.logfile import log_tail
+from neffbuild.farm.outcomes import Outcome, UnitResult, lost_worker
+from neffbuild.farm.supervisor import Cancel, Started
+from neffbuild.farm.worker import Busy, Job
+
+_ATTEMPTS = 3
+_CLOSE_SECONDS = 30.0
+_START_SERVER = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from neffbuild.farm.server import main; main(int(sys.argv[1]), *sys.argv[3:])"
+)
+
+
+@dataclass(slots=True)
+class _Running:
+    job: Job
+    attempts: int = 0
+    worker: int | None = None
+
+
+class LocalExecutor:
+    """Each unit in a process of its own, forked from one server that has the toolchain's modules
+    imported. Nothing that happens to a worker, a supervisor or the server costs more than its units.
+
+    `environment` is what the server and, with the unit's TMPDIR, every worker sees; `folder` is the
+    farm's own. Leaving the context ends whatever still runs.
+    """
+
+    def __init__(self, toolchain: str, environment: Mapping[str, str], folder: Path) -> None:
+        self._toolchain = toolchain
+        self._folder = folder
+        # Compilers keep what units share (precompiled headers) where the server's temporary files go.
+        shared = folder / "shared"
+        shared.mkdir()
+        self._environment = {**environment, "TMPDIR": str(shared)}
+        self._running: dict[Connection, _Running] = {}
+        self._server: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for connection in self._running:
+            connection.close()  # for its supervisor this is the end of the farm
+        self._stop_server()
+
+    @property
+    def running(self) -> int:
+        """Units started and not yet finished."""
+        return len(self._running)
+
+    def start(self, job: Job) -> None:
+        """Start a unit; how it ends comes from `finished`."""
+        self._start(_Running(job))
+
+    def finished(self, timeout: float) -> list[tuple[Job, UnitResult | Busy]]:
+        """What has ended since the last call; waits up to `timeout` seconds for something to end.
+
+        Raises `ToolchainRefusal` when workers cannot be started at all.
+        """
+        ended: list[tuple[Job, UnitResult | Busy]] = []
+        for connection in wait(list(self._running), timeout):
+            assert isinstance(connection, Connection)
+            try:
+                message = connection.recv()
+            except (EOFError, OSError):
+                message = self._lost(connection)
+            if isinstance(message, Started):
+                self._running[connection].worker = message.worker
+            elif message is not None:
+                connection.close()
+                ended.append((self._running.pop(connection).job, message))
+        return ended
+
+    def cancel(self) -> None:
+        """Ask every running unit to end now; how each ends comes from `finished`."""
+        for connection in self._running:
+            with contextlib.suppress(OSError):
+                connection.send(Cancel())
+
+    def _start(self, running: _Running) -> None:
+        running.attempts += 1
+        ours, theirs = socket.socketpair()
+        connection = Connection(ours.detach())
+        self._running[connection] = running
+        # If the server dies in the middle of this, its end closes and `_lost` starts over.
+        with contextlib.suppress(OSError):
+            socket.send_fds(self._live_server(), [b"+"], [theirs.fileno()])
+            theirs.close()
+            connection.send(running.job)
+        theirs.close()
+
+    def _lost(self, connection: Connection) -> UnitResult | None:
+        """The unit's supervisor is gone, or never came to be (None: it is tried again)."""
+        running = self._running[connection]
+        if running.worker is not None:
+            # The kernel has ended the worker with its supervisor, and the server ends what is left;
+            # unless the server is gone as well.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.worker, signal.SIGKILL)
+            cause = lost_worker("the process that watched over the worker was killed")
+            return UnitResult.of(running.job.unit, Outcome.FAILED, cause=cause)
+        if running.attempts >= _ATTEMPTS or self._server_refused():
+            self._stop_server()
+            reason = log_tail(self._server_log).strip() or "the server they are forked from dies"
+            raise ToolchainRefusal(
+                f"workers for the toolchain {self._toolchain!r} cannot be started: {reason}",
+                field="toolchain.name",
+                value=self._toolchain,
+                hint="run `neffbuild doctor`",
+            )
+        connection.close()
+        del self._running[connection]
+        self._start(running)
+        return None
+
+    @property
+    def _server_log(self) -> Path:
+        return self._folder / "server.log"
+
+    def _server_refused(self) -> bool:
+        """Whether the server found that it cannot work, rather than being killed."""
+        if self._server is None or self._control is None:
+            return False
+        # Its end of the socket closes before it can be waited for.
+        ended, _, _ = select.select([self._control], [], [], 0)
+        return bool(ended) and self._server.wait(_CLOSE_SECONDS) > 0
+
+    def _live_server(self) -> socket.socket:
+        if self._control is not None and self._server is not None and self._server.poll() is None:
+            return self._control
+        self._stop_server()
+        self._control, theirs = socket.socketpair()
+        # Workers import what this process would: a relative entry means this process's folder.
+        path = json.dumps([entry or str(Path.cwd()) for entry in sys.path])
+        arguments = [str(theirs.fileno()), path, self._toolchain, str(self._folder.parent)]
+        with theirs, self._server_log.open("wb") as log:
+            self._server = subprocess.Popen(
+                [sys.executable, "-P", "-u", "-c", _START_SERVER, *arguments],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                # Out of the terminal's reach: Ctrl-C is for this process to decide about.
+                start_new_session=True,
+            )
+        return self._control
+
+    def _stop_server(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._server is not None:
+            try:
+                self._server.wait(_CLOSE_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._server.kill()
+                self._server.wait()

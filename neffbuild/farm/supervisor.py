@@ -1,0 +1,221 @@
+"""Watch over one unit: start its worker, bound its time, memory and output, end its whole tree.
+
+One supervisor per unit, forked beside the worker and free of toolchain code, so that it is there when
+the worker hangs in a call, crashes, or is taken by the kernel. Whatever the worker starts stays below
+the supervisor in the process tree, even what leaves the process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import selectors
+import shutil
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+
+from neffbuild.farm import processes, worker
+from neffbuild.farm.logfile import UnitLog, log_tail
+from neffbuild.farm.outcomes import (
+    CANCELLED,
+    Cause,
+    Outcome,
+    UnitResult,
+    cause_of_exit,
+    lost_worker,
+    over_memory,
+    timed_out,
+)
+from neffbuild.farm.scratch import remove_tree
+from neffbuild.farm.worker import Busy, Compiled, Compiling, Job, Report
+from neffbuild.toolchain.base import Toolchain
+
+GRACE_SECONDS = 2.0
+"""Between asking a compiler to end (SIGTERM) and ending it (SIGKILL)."""
+_SAMPLE_SECONDS = 0.2
+_READ_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The unit's worker runs; it leads a process group of its own."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """From the farm: end the unit now."""
+
+
+def supervise(farm: Connection, toolchain: Toolchain) -> None:
+    """Take a `Job` from `farm`; send `Started`, then how it ended: a `UnitResult`, or `Busy`.
+
+    When the other end of `farm` closes, the farm is dead and the unit ends at once.
+    """
+    try:
+        job: Job = farm.recv()
+    except (EOFError, OSError):
+        return
+    processes.adopt_orphans()
+    watch = _Watch(farm, job, toolchain)
+    # Where the farm is dead already, `until_end` is told so too.
+    with contextlib.suppress(OSError):
+        farm.send(Started(watch.worker))
+    ended = watch.until_end()
+    remove_tree(job.scratch)
+    watch.log_path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        farm.send(ended)
+
+
+class _Watch:
+    """The running worker and what is known of it."""
+
+    def __init__(self, farm: Connection, job: Job, toolchain: Toolchain) -> None:
+        self._farm = farm
+        self._job = job
+        # Beside the scratch folder until the outcome is known: another farm may be at the same unit.
+        self.log_path = job.scratch.parent / f"{job.scratch.name}.log"
+        self._log = UnitLog(self.log_path)
+        self._channel, worker_end = Pipe()
+        self._output, output_end = os.pipe()
+        supervisor = os.getpid()
+        self.worker = os.fork()
+        if self.worker == 0:
+            # The farm sees its end close when the supervisor dies: the worker must not hold it.
+            farm.close()
+            self._channel.close()
+            os.close(self._output)
+            worker.run(job, toolchain, worker_end, output_end, supervisor)
+        worker_end.close()
+        os.close(output_end)
+        os.set_blocking(self._output, False)
+        self._exit = os.pidfd_open(self.worker)
+        self._exited = False
+        self._deadline = float("inf")
+        self._next_sample = 0.0
+        self._peak = 0
+        self._report: Report | Busy | None = None
+        self._stop: Cause | None = None
+        self._grace = 0.0
+
+    def until_end(self) -> UnitResult | Busy:
+        """Wait for the report, the exit, a limit or the farm's word; leave no process behind."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._farm, selectors.EVENT_READ, self._hear_farm)
+            selector.register(self._channel, selectors.EVENT_READ, self._hear_worker)
+            selector.register(self._output, selectors.EVENT_READ, self._read_output)
+            selector.register(self._exit, selectors.EVENT_READ, self._see_exit)
+            while self._report is None and self._stop is None and not self._exited:
+                for ready, _ in selector.select(_SAMPLE_SECONDS):
+                    if not ready.data():
+                        selector.unregister(ready.fileobj)
+                self._check_limits()
+        statuses = processes.end_descendants(self._grace)
+        # What the worker said last, it may have said while it was being ended.
+        while self._report is None and self._channel.poll() and self._hear_worker():
+            pass
+        while self._read_output():
+            pass
+        self._log.close()
+        return self._verdict(statuses.get(self.worker))
+
+    # Each of the next four returns whether there may be more to hear.
+
+    def _hear_farm(self) -> bool:
+        try:
+            self._farm.recv()
+            self._end(CANCELLED, GRACE_SECONDS)
+        except (EOFError, OSError):
+            self._end(CANCELLED, 0)  # the farm is dead: nobody is left to wait for
+        return True
+
+    def _hear_worker(self) -> bool:
+        try:
+            message = self._channel.recv()
+            if isinstance(message, Compiling) and self._job.timeout is not None:
+                self._deadline = time.monotonic() + self._job.timeout
+            elif isinstance(message, Compiled):
+                self._sample()
+                self._channel.send(self._peak)
+            elif isinstance(message, Report | Busy):
+                self._report = message
+        except (EOFError, OSError):
+            return False
+        return True
+
+    def _read_output(self) -> bool:
+        try:
+            data = os.read(self._output, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        self._log.write(data)
+        return bool(data)
+
+    def _see_exit(self) -> bool:
+        self._exited = True
+        return False
+
+    def _check_limits(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_sample:
+            self._next_sample = now + _SAMPLE_SECONDS
+            resident = self._sample()
+            if self._job.memory is not None and resident > self._job.memory:
+                self._end(over_memory(self._job.memory), 0)
+        if now >= self._deadline and self._job.timeout is not None:
+            self._end(timed_out(self._job.timeout), GRACE_SECONDS)
+
+    def _sample(self) -> int:
+        resident = processes.resident_bytes(processes.descendants(os.getpid()))
+        self._peak = max(self._peak, resident)
+        return resident
+
+    def _end(self, cause: Cause, grace: float) -> None:
+        if self._stop is None:
+            self._stop, self._grace = cause, grace
+
+    def _verdict(self, status: int | None) -> UnitResult | Busy:
+        unit, report = self._job.unit, self._report
+        if isinstance(report, Busy):
+            return report
+        if report is not None and report.outcome is not Outcome.FAILED:
+            self._job.log.unlink(missing_ok=True)  # an earlier failure's
+            return UnitResult.of(
+                unit,
+                report.outcome,
+                compile_seconds=report.compile_seconds,
+                cpu_seconds=report.cpu_seconds,
+                peak_memory_bytes=report.peak_memory_bytes,
+                artifact_bytes=report.artifact_bytes,
+            )
+        if report is not None:
+            cause = report.cause
+        elif self._stop is not None:
+            cause = self._stop
+        elif status is not None:
+            cause = cause_of_exit(status)
+        else:
+            cause = lost_worker(f"the worker, process {self.worker}, cannot be ended")
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return UnitResult.of(
+            unit,
+            Outcome.CANCELLED if cause is CANCELLED else Outcome.FAILED,
+            cause=cause,
+            cpu_seconds=used.ru_utime + used.ru_stime,
+            peak_memory_bytes=max(self._peak, used.ru_maxrss * 1024),
+            log=self._keep_log(),
+            log_tail=log_tail(self.log_path),
+        )
+
+    def _keep_log(self) -> Path | None:
+        try:
+            self._job.log.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.log_path, self._job.log)
+        except OSError:
+            return None
+        return self._job.log

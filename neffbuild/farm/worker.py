@@ -1,0 +1,167 @@
+"""What one process does for one unit: lock, look again, capture, compile, commit.
+
+It knows nothing of the farm around it: time and memory limits, the end of the farm and what is left
+behind by a compiler are its supervisor's business (`neffbuild.farm.supervisor`).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+from neffbuild.cache.catalog import Hit, commit_entry, read_entry, record_files
+from neffbuild.cache.entry import Entry
+from neffbuild.cache.lock import host_lock
+from neffbuild.cache.recipe import graph_recipe, recipe_key
+from neffbuild.cache.store import Store
+from neffbuild.config.errors import LockTimeout
+from neffbuild.farm import processes
+from neffbuild.farm.outcomes import NO_ARTIFACT, Cause, Outcome, cause_of_exception
+from neffbuild.toolchain.base import Toolchain, Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One unit and everything a worker needs for it, whichever machine it runs on.
+
+    `platform` and `options` are what the graph key is made of beside the graph; `environment` is the
+    worker's whole environment but TMPDIR. `scratch` is a folder of the unit's own, not there yet;
+    folders beside it belong to the same farm. Times are in seconds, `memory` in bytes; None is no limit.
+    """
+
+    unit: Unit
+    store: Store
+    platform: Mapping[str, Any]
+    options: Mapping[str, Any]
+    environment: Mapping[str, str]
+    scratch: Path
+    log: Path
+    lock_wait: float
+    timeout: float | None
+    memory: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Compiling:
+    """The worker holds the unit's lock and has found no entry: the compile begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """The artifact is there; answered with the unit's peak memory so far, in bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Another process of this host holds the unit's lock."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How the worker ended."""
+
+    outcome: Outcome
+    cause: Cause | None = None
+    compile_seconds: float | None = None
+    cpu_seconds: float | None = None
+    peak_memory_bytes: int | None = None
+    artifact_bytes: int | None = None
+
+
+def run(job: Job, toolchain: Toolchain, channel: Connection, log: int, supervisor: int) -> NoReturn:
+    """Be the worker: never returns. `log` is the descriptor that output goes to; `supervisor` the
+    process that forked this one."""
+    try:
+        processes.die_with_parent(supervisor)
+        _enter(job, log)
+        channel.send(_build(job, toolchain, channel))
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        # Not through the interpreter's end: a thread the toolchain left behind would hold it up.
+        os._exit(0)
+
+
+def _enter(job: Job, log: int) -> None:
+    """Make the process the unit's own: session, output, environment, folder."""
+    os.setsid()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    faulthandler.enable()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # Where memory runs out, the kernel shall end a compile and not the farm.
+    Path("/proc/self/oom_score_adj").write_text("500")
+    temporary = job.scratch / "tmp"
+    temporary.mkdir(parents=True)
+    os.environ.clear()
+    os.environ.update(job.environment, TMPDIR=str(temporary))
+    tempfile.tempdir = None
+    os.chdir(job.scratch)
+
+
+def _build(job: Job, toolchain: Toolchain, channel: Connection) -> Report | Busy:
+    key = job.unit.key
+    try:
+        with host_lock(f"entry {key} in {job.store.url}", wait=job.lock_wait):
+            found = read_entry(job.store, key)
+            if isinstance(found, Hit):
+                return Report(Outcome.CACHED, artifact_bytes=found.entry.artifact_bytes)
+            return _compile(job, toolchain, channel)
+    except LockTimeout as error:
+        return Busy(error.message)
+    except BaseException as error:  # SystemExit too: a compiler driver may call sys.exit
+        traceback.print_exc()
+        cause = cause_of_exception(error)
+        # Causes are kept in stores, where no absolute path belongs.
+        text = cause.text.replace(f"{job.scratch}{os.sep}", "")
+        return Report(Outcome.FAILED, replace(cause, text=text))
+
+
+def _compile(job: Job, toolchain: Toolchain, channel: Connection) -> Report:
+    channel.send(Compiling())
+    started = time.monotonic()
+    captured = toolchain.capture(job.unit)
+    artifact = toolchain.compile(job.unit, captured, job.scratch)
+    seconds = time.monotonic() - started
+    if not artifact.files:
+        return Report(Outcome.FAILED, NO_ARTIFACT)
+    channel.send(Compiled())
+    cpu, largest = _own_use()
+    peak = max(channel.recv(), largest)
+    graph = graph_recipe(captured.graph_digest, job.platform, job.options)
+    entry = Entry(
+        recipe=job.unit.recipe,
+        files=record_files(artifact.files),
+        graph_digest=captured.graph_digest,
+        graph_key=recipe_key(graph),
+        statistics={
+            **artifact.statistics,
+            "compile_seconds": seconds,
+            "cpu_seconds": cpu,
+            "peak_memory_bytes": peak,
+        },
+    )
+    standing = commit_entry(job.store, entry, artifact.files)
+    return Report(Outcome.BUILT, None, seconds, cpu, peak, standing.artifact_bytes)
+
+
+def _own_use() -> tuple[float, int]:
+    """CPU seconds of this process and its ended children; resident bytes of the largest of them."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    cpu = sum(usage.ru_utime + usage.ru_stime for usage in used)
+    return cpu, max(usage.ru_maxrss for usage in used) * 1024

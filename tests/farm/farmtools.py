@@ -1,0 +1,137 @@
+"""What the farm's tests share: units of the hostile toolchain, farms in programs of their own, and
+what is left on the host afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+
+from neffbuild.cache.canonical import digest_file
+from neffbuild.cache.catalog import Hit, entry_key, read_entry
+from neffbuild.cache.directory import DirectoryStore
+from neffbuild.cache.recipe import family_recipe, recipe_key, unit_recipe
+from neffbuild.config.build import BuildConfig, FarmConfig
+from neffbuild.config.model import ModelConfig
+from neffbuild.config.serve import ServeConfig
+from neffbuild.farm.outcomes import Event, RunResult
+from neffbuild.farm.run import compile_units
+from neffbuild.grid.shapes import DecodeShape, Family
+from neffbuild.toolchain.base import Unit
+from neffbuild.toolchain.registry import load_toolchain
+
+# A folder with a module and its metadata, as an installed package has them.
+PLUGIN = str(Path(__file__).parent / "plugin")
+if PLUGIN not in sys.path:
+    sys.path.append(PLUGIN)
+
+
+def make_units(folder: Path, count: int, toolchain: str = "hostile") -> list[Unit]:
+    """Units `decode_b1_ctx128`, `decode_b2_ctx128` … that obey `folder/control.json`."""
+    serve = ServeConfig(
+        model="none",
+        max_model_len=4096,
+        max_num_seqs=count,
+        block_size=16,
+        control=str(folder / "control.json"),
+    )
+    config = BuildConfig("tests", serve, ModelConfig("none", {"model_type": "none"}))
+    identity = load_toolchain(toolchain).identity(config)
+    shared = family_recipe(config, Family.TARGET, identity, num_kv_blocks=None)
+    units = []
+    for num_seqs in range(1, count + 1):
+        shape = DecodeShape(Family.TARGET, num_seqs, 1, 128)
+        recipe = unit_recipe(shared, shape)
+        units.append(Unit(config, shape, recipe, recipe_key(recipe)))
+    return units
+
+
+def order(folder: Path, seconds: float = 0, **behaviour: str) -> None:
+    """Tell the hostile toolchain what to do: `b3="hang"` is for `decode_b3_ctx128`."""
+    named = {f"decode_{name}_ctx128": what for name, what in behaviour.items()}
+    (folder / "control.json").write_text(json.dumps({"seconds": seconds, "behaviour": named}))
+
+
+def journal(folder: Path) -> list[tuple[str, int]]:
+    """(bucket name, worker) of every compile that began."""
+    lines = (folder / "journal").read_text().splitlines()
+    return [(name, int(pid)) for name, pid in map(str.split, lines)]
+
+
+def run(
+    folder: Path,
+    count: int,
+    *,
+    workers: int = 2,
+    timeout: float | None = None,
+    memory: int | None = None,
+    toolchain: str = "hostile",
+    on_event: Callable[[Event], None] = lambda event: None,
+) -> RunResult:
+    """One farm in this process, with its store and logs in `folder`."""
+    return compile_units(
+        make_units(folder, count, toolchain),
+        load_toolchain(toolchain),
+        DirectoryStore(folder / "store"),
+        FarmConfig(workers=workers, timeout=timeout, memory=memory),
+        logs=folder / "logs",
+        on_event=on_event,
+    )
+
+
+def start(folder: Path, count: int) -> subprocess.Popen[str]:
+    """The same farm in a program and process group of its own, as a shell would start it."""
+    return subprocess.Popen(
+        [sys.executable, str(Path(__file__).parent / "drive.py"), str(folder), str(count)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+
+
+def check_store(folder: Path) -> int:
+    """Every entry in the store is whole, every byte of it; returns how many there are."""
+    store = DirectoryStore(folder / "store")
+    found = 0
+    for listed in store.list("entries/"):
+        hit = read_entry(store, entry_key(listed.name))
+        assert isinstance(hit, Hit), hit
+        for record in hit.entry.files.values():
+            assert digest_file(store.blob_path(record.digest)) == record.digest
+        found += 1
+    return found
+
+
+def left_processes() -> list[psutil.Process]:
+    """Living processes of farms whose TMPDIR is this process's: the mark is in their environment."""
+    farms = f"{os.environ['TMPDIR']}/neffbuild-farms"
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("TMPDIR", "").startswith(farms):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def left_folders() -> list[Path]:
+    """What farms have left of their folders."""
+    return list(Path(os.environ["TMPDIR"]).glob("neffbuild-farms-*/*/*"))
+
+
+def becomes_empty(left: Callable[[], Sequence[object]], seconds: float = 10.0) -> bool:
+    """Whether nothing is left within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while left():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True

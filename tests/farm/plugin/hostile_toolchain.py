@@ -1,0 +1,144 @@
+"""A toolchain as a third party would add one: found through the entry point, knows nothing of the farm.
+
+It writes files instead of compiling, and misbehaves where the file `serve.control` of a unit's config
+says so: `behaviour` maps bucket names to what `compile` does, `seconds` is how long each takes. What
+it says can change between two runs, the keys do not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from neffbuild.cache.canonical import digest_bytes, digest_document
+from neffbuild.cache.recipe import ToolchainIdentity
+from neffbuild.config.build import BuildConfig
+from neffbuild.grid.bucketer import QueryLenSupport
+from neffbuild.grid.shapes import Shape
+from neffbuild.toolchain.base import Artifact, Capabilities, Captured, Finding, KVGroup, Unit
+
+
+class HostileToolchain:
+    """See above."""
+
+    name = "hostile"
+    capabilities = Capabilities(QueryLenSupport.VARLEN, frozenset(KVGroup))
+    preload: tuple[str, ...] = ("http.client",)
+
+    def identity(self, config: BuildConfig) -> ToolchainIdentity:
+        return ToolchainIdentity(
+            name=self.name,
+            route="native",
+            target="any",
+            engine="none",
+            versions={"hostile": "1.0"},
+            flags=config.toolchain.flags,
+            source_digest=digest_bytes(b""),
+            environment={"HOSTILE_KEYED": "yes"},
+        )
+
+    def refusal(self, config: BuildConfig, shape: Shape | None = None) -> str | None:
+        return None
+
+    def findings(self) -> list[Finding]:
+        return []
+
+    def capture(self, unit: Unit) -> Captured:
+        return Captured(digest_document(unit.shape.document()), None)
+
+    def compile(self, unit: Unit, captured: Captured, scratch: Path) -> Artifact:
+        control = Path((unit.config.serve.model_extra or {})["control"])
+        with control.with_name("journal").open("a") as journal:
+            journal.write(f"{unit.shape.bucket_name} {os.getpid()}\n")
+        orders = json.loads(control.read_text())
+        behaviour = orders["behaviour"].get(unit.shape.bucket_name)
+        if behaviour is not None:
+            sys.stdout.write(f"about to {behaviour}\n")
+            getattr(self, f"_{behaviour}")(scratch)
+        if orders["seconds"]:
+            # As compilers do, in a program of their own.
+            subprocess.run(["sleep", str(orders["seconds"])], check=True)
+        program = scratch / "program.bin"
+        program.write_bytes(unit.key.encode() * 64)
+        notes = scratch / "notes.json"
+        notes.write_text("{}")
+        return Artifact({"program.bin": program, "notes.json": notes}, {"tool": "hostile"})
+
+    def load(self, files: Path, recipe: Mapping[str, Any]) -> Callable[..., Any]:
+        return (files / "program.bin").read_bytes
+
+    def _raise(self, scratch: Path) -> None:
+        raise ValueError("operand 3 has\nno layout")
+
+    def _exit_70(self, scratch: Path) -> None:
+        os._exit(70)
+
+    def _exit_0(self, scratch: Path) -> None:
+        (scratch / "program.bin").write_bytes(b"half")
+        os._exit(0)
+
+    def _sys_exit_70(self, scratch: Path) -> None:
+        sys.exit(70)
+
+    def _compiler_exits_70(self, scratch: Path) -> None:
+        subprocess.run(["sh", "-c", "echo 'error: NCC_EVRF007' >&2; exit 70"], check=True)
+
+    def _compiler_is_killed(self, scratch: Path) -> None:
+        subprocess.run(["sh", "-c", "kill -9 $$"], check=True)
+
+    def _segfault(self, scratch: Path) -> None:
+        ctypes.string_at(0)
+
+    def _kill_itself(self, scratch: Path) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _miss_a_compiler(self, scratch: Path) -> None:
+        subprocess.run(["no-such-compiler"], check=True)
+
+    def _fill_the_disk(self, scratch: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(scratch / "big"))
+
+    def _eat_memory(self, scratch: Path) -> None:
+        script = "import time; x = bytearray(300 << 20); time.sleep(60)"
+        subprocess.run([sys.executable, "-c", script], check=True)
+
+    def _hang(self, scratch: Path) -> None:
+        """With a child, a grandchild, and one that has left the session and lost its parent."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        escape = "setsid sh -c 'trap \"\" TERM; sleep 300 & sleep 300' &"
+        subprocess.Popen(["sh", "-c", f"{escape} sleep 300 & exec sleep 300"])
+        time.sleep(300)
+
+    def _leave_a_daemon(self, scratch: Path) -> None:
+        subprocess.Popen(["setsid", "sleep", "300"])
+        threading.Thread(target=time.sleep, args=(300,)).start()
+
+    def _flood(self, scratch: Path) -> None:
+        subprocess.run(["sh", "-c", "echo first; yes | head -c 200000000; echo last"], check=True)
+        raise ValueError("after the flood")
+
+    def _delete_its_folder(self, scratch: Path) -> None:
+        shutil.rmtree(Path.cwd())
+
+    def _show_environment(self, scratch: Path) -> None:
+        for name, value in sorted(os.environ.items()):
+            sys.stdout.write(f"{name}={value}\n")
+        raise ValueError("shown")
+
+
+class ThreadedToolchain(HostileToolchain):
+    """Preloads a module that starts a thread, beside which a worker must not be forked."""
+
+    name = "threaded"
+    preload = ("starts_a_thread",)

@@ -1,0 +1,183 @@
+"""What became of units, seen through whole farms of a toolchain that misbehaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import farmtools
+import jsonschema
+import pytest
+
+from neffbuild.cache.directory import DirectoryStore
+from neffbuild.cache.records import read_failures, read_runs
+from neffbuild.config.errors import ToolchainRefusal
+from neffbuild.farm.outcomes import CauseKind, Outcome, UnitFinished
+
+EXPECTED = {
+    "raise": (CauseKind.COMPILER_ERROR, "ValueError: operand 3 has no layout"),
+    "exit_70": (CauseKind.COMPILER_ERROR, "the worker ended with exit code 70"),
+    "exit_0": (CauseKind.COMPILER_ERROR, "the compile ended without leaving an artifact"),
+    "sys_exit_70": (CauseKind.COMPILER_ERROR, "the compile ended with exit code 70"),
+    "compiler_exits_70": (CauseKind.COMPILER_ERROR, "sh ended with exit code 70"),
+    "compiler_is_killed": (CauseKind.OUT_OF_MEMORY, "sh was killed by signal 9 (SIGKILL)"),
+    "kill_itself": (CauseKind.OUT_OF_MEMORY, "the worker was killed by signal 9 (SIGKILL)"),
+    "segfault": (CauseKind.SIGNAL, "the worker was killed by signal 11 (SIGSEGV)"),
+    "miss_a_compiler": (CauseKind.MISSING_DEPENDENCY, "'no-such-compiler'"),
+    "fill_the_disk": (CauseKind.DISK_FULL, "No space left on device: 'big'"),
+    "delete_its_folder": (CauseKind.COMPILER_ERROR, "'program.bin'"),
+}
+SCHEMA = Path(__file__).parents[2] / "docs/schemas/neffbuild.run-1.json"
+
+
+def test_every_failure_costs_its_own_unit_and_names_its_cause(folder: Path) -> None:
+    behaviour = {f"b{number}": name for number, name in enumerate(EXPECTED, start=2)}
+    farmtools.order(folder, **behaviour)
+    result = farmtools.run(folder, 40)
+    assert result.counts == {
+        "built": 40 - len(EXPECTED),
+        "cached": 0,
+        "failed": len(EXPECTED),
+        "cancelled": 0,
+        "skipped": 0,
+    }
+    assert farmtools.check_store(folder) == 40 - len(EXPECTED)
+    failed = {unit.bucket_name: unit for unit in result.units if unit.outcome is Outcome.FAILED}
+    recorded = read_failures(
+        DirectoryStore(folder / "store"), [unit.key for unit in failed.values()]
+    )
+    for name, what in behaviour.items():
+        unit = failed[f"decode_{name}_ctx128"]
+        kind, text = EXPECTED[what]
+        assert unit.cause is not None
+        assert unit.cause.kind is kind
+        assert text in unit.cause.text
+        assert unit.log is not None
+        assert f"about to {what}" in unit.log.read_text()
+        assert recorded[unit.key].cause == kind.value
+        assert recorded[unit.key].message == unit.cause.text
+        assert f"about to {what}" in recorded[unit.key].log_tail
+        assert str(folder) not in unit.cause.text
+
+
+def test_a_failed_unit_is_tried_again_and_its_failure_forgotten(folder: Path) -> None:
+    farmtools.order(folder, b2="raise")
+    (failed,) = (u for u in farmtools.run(folder, 3).units if u.outcome is Outcome.FAILED)
+    assert failed.log is not None
+    assert failed.log.exists()
+    farmtools.order(folder)
+    again = farmtools.run(folder, 3)
+    assert [unit.outcome for unit in again.units] == ["cached", "built", "cached"]
+    assert not read_failures(DirectoryStore(folder / "store"), [failed.key])
+    assert not failed.log.exists()
+
+
+def test_a_timeout_ends_the_tree_and_frees_the_lock(folder: Path) -> None:
+    # The compiler ignores SIGTERM and has left a process that is in another session; that nothing
+    # of it survives is checked when the folder fixture ends.
+    farmtools.order(folder, b2="hang")
+    result = farmtools.run(folder, 4, timeout=0.3)
+    hung = result.units[1]
+    assert hung.cause is not None
+    assert hung.cause.kind is CauseKind.TIMEOUT
+    assert "0.3 s" in hung.cause.text
+    assert result.counts["built"] == 3
+    assert not farmtools.left_processes()
+    farmtools.order(folder)
+    assert farmtools.run(folder, 4).counts["built"] == 1
+
+
+def test_a_memory_limit_counts_the_whole_tree(folder: Path) -> None:
+    farmtools.order(folder, b1="eat_memory")
+    result = farmtools.run(folder, 2, memory=200 << 20)
+    assert result.units[0].cause is not None
+    assert result.units[0].cause.kind is CauseKind.OUT_OF_MEMORY
+    assert "0.2 GiB" in result.units[0].cause.text
+    peak = result.units[0].peak_memory_bytes
+    assert peak is not None
+    assert 200 << 20 < peak < 1 << 30
+    assert result.units[1].outcome is Outcome.BUILT
+
+
+def test_what_a_compiler_leaves_running_is_ended(folder: Path) -> None:
+    farmtools.order(folder, b1="leave_a_daemon")
+    assert farmtools.run(folder, 1).counts["built"] == 1
+    assert not farmtools.left_processes()
+
+
+def test_a_flood_of_output_is_bounded(folder: Path) -> None:
+    farmtools.order(folder, b1="flood")
+    (unit,) = farmtools.run(folder, 1).units
+    assert unit.log is not None
+    assert unit.log.stat().st_size < 1.1 * 2**20
+    text = unit.log.read_text()
+    assert "\nfirst\n" in text
+    assert "\nlast\n" in text
+    assert "bytes left out" in text
+    assert "after the flood" in unit.log_tail
+
+
+def test_workers_see_the_keyed_environment_and_the_passed_list(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXXFLAGS", "-O0")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("HOSTILE_KEYED", "no")
+    monkeypatch.setenv("LANG", "C.UTF-8")
+    farmtools.order(folder, b1="show_environment")
+    (unit,) = farmtools.run(folder, 1).units
+    assert unit.log is not None
+    shown = dict(re.findall(r"^([A-Z_]+)=(.*)$", unit.log.read_text(), re.MULTILINE))
+    passed = {"PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR"} & os.environ.keys()
+    fixed = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONHASHSEED"}
+    assert shown.keys() - {"LC_CTYPE"} == passed | fixed | {"HOSTILE_KEYED", "TMPDIR"}
+    assert shown["HOSTILE_KEYED"] == "yes"
+    assert shown["TMPDIR"].startswith(os.environ["TMPDIR"] + "/neffbuild-farms")
+
+
+def test_the_run_is_recorded_and_validates(folder: Path) -> None:
+    farmtools.order(folder, b2="raise")
+    result = farmtools.run(folder, 3)
+    ((_, recorded),) = read_runs(DirectoryStore(folder / "store"))
+    assert recorded == result.document()
+    jsonschema.validate(recorded, json.loads(SCHEMA.read_text()))
+    built = recorded["units"][0]
+    assert built["compile_seconds"] > 0
+    assert built["cpu_seconds"] > 0
+    assert built["peak_memory_bytes"] > 1 << 20
+    assert built["artifact_bytes"] == 64 * 64 + 2
+
+
+def test_a_toolchain_whose_preload_starts_threads_is_refused(folder: Path) -> None:
+    farmtools.order(folder)
+    with pytest.raises(ToolchainRefusal, match="starts_a_thread started a thread"):
+        farmtools.run(folder, 1, toolchain="threaded")
+
+
+def test_an_error_in_the_caller_ends_the_farm(folder: Path) -> None:
+    farmtools.order(folder, seconds=30)
+
+    def on_event(event: object) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        farmtools.run(folder, 4, on_event=on_event)
+    assert not farmtools.left_processes()
+
+
+def test_units_finish_in_the_caller_as_they_finish(folder: Path) -> None:
+    farmtools.order(folder, seconds=0.01, b1="raise")
+    finished: list[str] = []
+
+    def on_event(event: object) -> None:
+        if isinstance(event, UnitFinished):
+            stored = farmtools.check_store(folder)
+            finished.append(event.unit.shape.bucket_name)
+            assert stored >= len(finished) - 1
+
+    result = farmtools.run(folder, 6, on_event=on_event)
+    assert sorted(finished) == sorted(unit.bucket_name for unit in result.units)
+    # Longest expected first: the largest batch before the smallest.
+    assert finished.index("decode_b6_ctx128") < finished.index("decode_b1_ctx128")
