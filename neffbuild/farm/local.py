@@ -49,10 +49,7 @@ class LocalExecutor:
     def __init__(self, toolchain: str, environment: Mapping[str, str], folder: Path) -> None:
         self._toolchain = toolchain
         self._folder = folder
-        # Compilers keep what units share (precompiled headers) where the server's temporary files go.
-        shared = folder / "shared"
-        shared.mkdir()
-        self._environment = {**environment, "TMPDIR": str(shared)}
+        self._environment = {**environment, "TMPDIR": str(folder)}
         self._running: dict[Connection, _Running] = {}
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None

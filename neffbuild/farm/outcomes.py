@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from neffbuild.cache.entry import Entry
 from neffbuild.config.errors import ConfigError, NeffbuildError, StoreError
 from neffbuild.grid.shapes import Family
 from neffbuild.toolchain.base import Unit
@@ -97,6 +98,19 @@ class UnitResult:
             "peak_memory_bytes": self.peak_memory_bytes,
             "artifact_bytes": self.artifact_bytes,
         }
+
+
+def stored_result(unit: Unit, outcome: Outcome, entry: Entry) -> UnitResult:
+    """The result of a unit whose entry is in the store: with what its compile took if this run did it."""
+    measured = entry.statistics if outcome is Outcome.BUILT else {}
+    return UnitResult.of(
+        unit,
+        outcome,
+        compile_seconds=measured.get("compile_seconds"),
+        cpu_seconds=measured.get("cpu_seconds"),
+        peak_memory_bytes=measured.get("peak_memory_bytes"),
+        artifact_bytes=entry.artifact_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +231,6 @@ def lost_worker(detail: str) -> Cause:
     return Cause(CauseKind.LOST_WORKER, detail, "run `compile` again")
 
 
-NO_ARTIFACT = Cause(CauseKind.COMPILER_ERROR, "the compile ended without leaving an artifact")
 CANCELLED = Cause(CauseKind.CANCELLED, "the run was interrupted", "run `compile` again")
 
 
@@ -229,7 +242,7 @@ def _cause_of_status(code: int, what: str) -> Cause:
     if number:
         return Cause(CauseKind.SIGNAL, f"{what} was killed by signal {number}{_name(number)}")
     if code == 0:
-        return NO_ARTIFACT
+        return Cause(CauseKind.COMPILER_ERROR, f"{what} ended without leaving an artifact")
     return Cause(CauseKind.COMPILER_ERROR, f"{what} ended with exit code {code}")
 
 

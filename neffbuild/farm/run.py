@@ -84,6 +84,7 @@ def compile_units(
                 options={"flags": list(identity.flags)},
                 environment=environment,
                 scratch=folder / unit.key[:16],
+                shared=folder / "shared",
                 log=logs / f"{unit.shape.bucket_name}-{unit.key[:12]}.log",
                 lock_wait=(farm.timeout or LOCK_WAIT_SECONDS) if waits else 0.0,
                 timeout=farm.timeout,

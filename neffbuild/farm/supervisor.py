@@ -27,6 +27,7 @@ from neffbuild.farm.outcomes import (
     cause_of_exit,
     lost_worker,
     over_memory,
+    stored_result,
     timed_out,
 )
 from neffbuild.farm.scratch import remove_tree
@@ -183,16 +184,9 @@ class _Watch:
         unit, report = self._job.unit, self._report
         if isinstance(report, Busy):
             return report
-        if report is not None and report.outcome is not Outcome.FAILED:
+        if report is not None and report.entry is not None:
             self._job.log.unlink(missing_ok=True)  # an earlier failure's
-            return UnitResult.of(
-                unit,
-                report.outcome,
-                compile_seconds=report.compile_seconds,
-                cpu_seconds=report.cpu_seconds,
-                peak_memory_bytes=report.peak_memory_bytes,
-                artifact_bytes=report.artifact_bytes,
-            )
+            return stored_result(unit, report.outcome, report.entry)
         if report is not None:
             cause = report.cause
         elif self._stop is not None:

@@ -20,14 +20,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from neffbuild.cache.catalog import Hit, commit_entry, read_entry, record_files
+from neffbuild.cache.catalog import record_files
 from neffbuild.cache.entry import Entry
-from neffbuild.cache.lock import host_lock
+from neffbuild.cache.once import build_once
 from neffbuild.cache.recipe import graph_recipe, recipe_key
 from neffbuild.cache.store import Store
-from neffbuild.config.errors import LockTimeout
+from neffbuild.config.errors import LockTimeout, NeffbuildError
 from neffbuild.farm import processes
-from neffbuild.farm.outcomes import NO_ARTIFACT, Cause, Outcome, cause_of_exception
+from neffbuild.farm.outcomes import Cause, Outcome, cause_of_exception
 from neffbuild.toolchain.base import Toolchain, Unit
 
 
@@ -36,8 +36,9 @@ class Job:
     """One unit and everything a worker needs for it, whichever machine it runs on.
 
     `platform` and `options` are what the graph key is made of beside the graph; `environment` is the
-    worker's whole environment but TMPDIR. `scratch` is a folder of the unit's own, not there yet;
-    folders beside it belong to the same farm. Times are in seconds, `memory` in bytes; None is no limit.
+    worker's whole environment but TMPDIR. `scratch` is a folder of the unit's own, not there yet, and
+    `shared` one for all units of the farm; `log` is where the output stays if the unit fails. Times are
+    in seconds, `memory` in bytes; None is no limit.
     """
 
     unit: Unit
@@ -46,6 +47,7 @@ class Job:
     options: Mapping[str, Any]
     environment: Mapping[str, str]
     scratch: Path
+    shared: Path
     log: Path
     lock_wait: float
     timeout: float | None
@@ -71,14 +73,11 @@ class Busy:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How the worker ended."""
+    """How the worker ended: with the entry that is now stored, or with a cause."""
 
     outcome: Outcome
     cause: Cause | None = None
-    compile_seconds: float | None = None
-    cpu_seconds: float | None = None
-    peak_memory_bytes: int | None = None
-    artifact_bytes: int | None = None
+    entry: Entry | None = None
 
 
 def run(job: Job, toolchain: Toolchain, channel: Connection, log: int, supervisor: int) -> NoReturn:
@@ -115,13 +114,13 @@ def _enter(job: Job, log: int) -> None:
 
 
 def _build(job: Job, toolchain: Toolchain, channel: Connection) -> Report | Busy:
-    key = job.unit.key
     try:
-        with host_lock(f"entry {key} in {job.store.url}", wait=job.lock_wait):
-            found = read_entry(job.store, key)
-            if isinstance(found, Hit):
-                return Report(Outcome.CACHED, artifact_bytes=found.entry.artifact_bytes)
-            return _compile(job, toolchain, channel)
+        entry, built = build_once(
+            job.store,
+            job.unit.key,
+            lambda: _compile(job, toolchain, channel),
+            wait=job.lock_wait,
+        )
     except LockTimeout as error:
         return Busy(error.message)
     except BaseException as error:  # SystemExit too: a compiler driver may call sys.exit
@@ -130,19 +129,21 @@ def _build(job: Job, toolchain: Toolchain, channel: Connection) -> Report | Busy
         # Causes are kept in stores, where no absolute path belongs.
         text = cause.text.replace(f"{job.scratch}{os.sep}", "")
         return Report(Outcome.FAILED, replace(cause, text=text))
+    return Report(Outcome.BUILT if built else Outcome.CACHED, entry=entry)
 
 
-def _compile(job: Job, toolchain: Toolchain, channel: Connection) -> Report:
+def _compile(
+    job: Job, toolchain: Toolchain, channel: Connection
+) -> tuple[Entry, Mapping[str, Path]]:
     channel.send(Compiling())
     started = time.monotonic()
     captured = toolchain.capture(job.unit)
-    artifact = toolchain.compile(job.unit, captured, job.scratch)
+    artifact = toolchain.compile(job.unit, captured, job.scratch, shared=job.shared)
     seconds = time.monotonic() - started
     if not artifact.files:
-        return Report(Outcome.FAILED, NO_ARTIFACT)
+        raise NeffbuildError("the compile ended without leaving an artifact")
     channel.send(Compiled())
     cpu, largest = _own_use()
-    peak = max(channel.recv(), largest)
     graph = graph_recipe(captured.graph_digest, job.platform, job.options)
     entry = Entry(
         recipe=job.unit.recipe,
@@ -153,11 +154,10 @@ def _compile(job: Job, toolchain: Toolchain, channel: Connection) -> Report:
             **artifact.statistics,
             "compile_seconds": seconds,
             "cpu_seconds": cpu,
-            "peak_memory_bytes": peak,
+            "peak_memory_bytes": max(channel.recv(), largest),
         },
     )
-    standing = commit_entry(job.store, entry, artifact.files)
-    return Report(Outcome.BUILT, None, seconds, cpu, peak, standing.artifact_bytes)
+    return entry, artifact.files
 
 
 def _own_use() -> tuple[float, int]:

@@ -178,6 +178,7 @@ def race(folder: Path, *, kill_winner: bool) -> tuple[list[UnitResult], float]:
                     options={},
                     environment=environment,
                     scratch=farm / str(number),
+                    shared=farm / "shared",
                     log=folder / "logs" / str(number),
                     lock_wait=30,
                     timeout=None,

@@ -19,7 +19,8 @@ from neffbuild.farm.outcomes import CauseKind, Outcome, UnitFinished
 EXPECTED = {
     "raise": (CauseKind.COMPILER_ERROR, "ValueError: operand 3 has no layout"),
     "exit_70": (CauseKind.COMPILER_ERROR, "the worker ended with exit code 70"),
-    "exit_0": (CauseKind.COMPILER_ERROR, "the compile ended without leaving an artifact"),
+    "exit_0": (CauseKind.COMPILER_ERROR, "the worker ended without leaving an artifact"),
+    "no_file": (CauseKind.COMPILER_ERROR, "the compile ended without leaving an artifact"),
     "sys_exit_70": (CauseKind.COMPILER_ERROR, "the compile ended with exit code 70"),
     "compiler_exits_70": (CauseKind.COMPILER_ERROR, "sh ended with exit code 70"),
     "compiler_is_killed": (CauseKind.OUT_OF_MEMORY, "sh was killed by signal 9 (SIGKILL)"),

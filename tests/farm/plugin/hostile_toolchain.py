@@ -17,16 +17,25 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from neffbuild.cache.canonical import digest_bytes, digest_document
 from neffbuild.cache.recipe import ToolchainIdentity
 from neffbuild.config.build import BuildConfig
+from neffbuild.config.errors import ToolchainRefusal
 from neffbuild.grid.bucketer import QueryLenSupport
 from neffbuild.grid.shapes import Shape
-from neffbuild.toolchain.base import Artifact, Capabilities, Captured, Finding, KVGroup, Unit
+from neffbuild.toolchain.base import (
+    Artifact,
+    Capabilities,
+    Captured,
+    Executable,
+    Finding,
+    KVGroup,
+    Unit,
+)
 
 
 class HostileToolchain:
@@ -51,13 +60,18 @@ class HostileToolchain:
     def refusal(self, config: BuildConfig, shape: Shape | None = None) -> str | None:
         return None
 
+    def host_refusal(self, config: BuildConfig) -> str | None:
+        return None
+
     def findings(self) -> list[Finding]:
         return []
 
     def capture(self, unit: Unit) -> Captured:
         return Captured(digest_document(unit.shape.document()), None)
 
-    def compile(self, unit: Unit, captured: Captured, scratch: Path) -> Artifact:
+    def compile(
+        self, unit: Unit, captured: Captured, scratch: Path, *, shared: Path | None = None
+    ) -> Artifact:
         control = Path((unit.config.serve.model_extra or {})["control"])
         with control.with_name("journal").open("a") as journal:
             journal.write(f"{unit.shape.bucket_name} {os.getpid()}\n")
@@ -66,6 +80,8 @@ class HostileToolchain:
         if behaviour is not None:
             sys.stdout.write(f"about to {behaviour}\n")
             getattr(self, f"_{behaviour}")(scratch)
+        if behaviour == "no_file":
+            return Artifact({})
         if orders["seconds"]:
             # As compilers do, in a program of their own.
             subprocess.run(["sleep", str(orders["seconds"])], check=True)
@@ -75,11 +91,14 @@ class HostileToolchain:
         notes.write_text("{}")
         return Artifact({"program.bin": program, "notes.json": notes}, {"tool": "hostile"})
 
-    def load(self, files: Path, recipe: Mapping[str, Any]) -> Callable[..., Any]:
-        return (files / "program.bin").read_bytes
+    def load(self, files: Path, recipe: Mapping[str, Any]) -> Executable:
+        raise ToolchainRefusal("what this toolchain builds runs nowhere")
 
     def _raise(self, scratch: Path) -> None:
         raise ValueError("operand 3 has\nno layout")
+
+    def _no_file(self, scratch: Path) -> None:
+        pass
 
     def _exit_70(self, scratch: Path) -> None:
         os._exit(70)
