@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -92,6 +92,15 @@ def read_runs(store: Store) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         if isinstance(parsed, dict):
             yield name.removeprefix("runs/").removesuffix(".json"), parsed
+
+
+def last_wall_seconds(store: Store, keys: Collection[str]) -> float:
+    """Wall seconds of the newest run that compiled any of the keys; 0 when none is recorded."""
+    wanted = set(keys)
+    for _, run in read_runs(store):
+        if any(unit.get("key") in wanted for unit in run.get("units", ())):
+            return float(run.get("wall_seconds", 0.0))
+    return 0.0
 
 
 def write_pointer(store: Store, config: str, manifest: str) -> None:

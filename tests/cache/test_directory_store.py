@@ -141,8 +141,8 @@ class TestDocuments:
         fsync, link = os.fsync, os.link
 
         def record_sync(descriptor: int) -> None:
-            path = os.readlink(f"/proc/self/fd/{descriptor}")
-            calls.append(f"sync {Path(path).relative_to(store.root)}")
+            path = Path(f"/proc/self/fd/{descriptor}").readlink()
+            calls.append(f"sync {path.relative_to(store.root)}")
             fsync(descriptor)
 
         def record_link(source: Path, target: Path) -> None:

@@ -54,6 +54,23 @@ def test_many_processes_at_once_share_one_folder(store: DirectoryStore, entry: E
     assert len(list((store.root / "v1/loaded" / entry.key).iterdir())) == 1
 
 
+def test_folder_that_somebody_else_laid_out_meanwhile_is_not_touched(
+    store: DirectoryStore, entry: Entry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch_folder = DirectoryStore.scratch_folder
+    theirs: list[int] = []
+
+    def overtaken(self: DirectoryStore) -> object:
+        if not theirs:
+            theirs.append(0)
+            folder = materialise(DirectoryStore(store.root), entry)
+            theirs[0] = folder.stat().st_ino
+        return scratch_folder(self)
+
+    monkeypatch.setattr(DirectoryStore, "scratch_folder", overtaken)
+    assert materialise(store, entry).stat().st_ino == theirs[0]
+
+
 @pytest.mark.parametrize("damage", ["flip", "truncate", "gone"])
 def test_damaged_blob_is_refused_before_use_and_quarantined(
     store: DirectoryStore, entry: Entry, damage: str, tmp_path: Path

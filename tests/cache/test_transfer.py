@@ -111,14 +111,15 @@ def test_only_what_is_missing_is_copied(
     more = make_manifest([*manifest.entries.values(), entry])
     assert push(store, remote, more, PROD, trust=ANYONE).blobs_copied == 2
     progress: list[tuple[int, int]] = []
-    pulled = pull(
-        remote,
-        fresh,
-        PROD,
-        platform=X86_V3,
-        trust=ANYONE,
-        progress=lambda done, total: progress.append((done, total)),
-    )
+    one_at_a_time = threading.Lock()
+
+    def note(done: int, total: int) -> None:
+        assert one_at_a_time.acquire(blocking=False)
+        time.sleep(0.02)
+        progress.append((done, total))
+        one_at_a_time.release()
+
+    pulled = pull(remote, fresh, PROD, platform=X86_V3, trust=ANYONE, progress=note)
     assert pulled.blobs_copied == 2
     total = sum(entry.blobs.values())
     assert [one[1] for one in progress] == [total, total]

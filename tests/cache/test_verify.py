@@ -166,6 +166,20 @@ class TestTags:
         remote.blob_path(entries[0].files["model.so"].digest).unlink()
         assert self.kinds(remote) == ["missing_blob"]
 
+    def test_each_document_is_read_once(
+        self, remote: DirectoryStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[str] = []
+        read = DirectoryStore.read
+
+        def note(self: DirectoryStore, name: str) -> object:
+            asked.append(name)
+            return read(self, name)
+
+        monkeypatch.setattr(DirectoryStore, "read", note)
+        assert verify_store(remote, ANYONE).ok
+        assert len(asked) == len(set(asked)) == 3
+
     def test_only_what_the_tag_names_is_checked(
         self, store: DirectoryStore, remote: DirectoryStore, tmp_path: Path
     ) -> None:
