@@ -207,7 +207,7 @@ class _Reading:
         value: Any = text.split(",") if path.endswith("+") else _part_value(path, text)
         for key in reversed(keys):
             value = {key: value}
-        _merge(self._parts.setdefault(spelled, {}), value)
+        vllm_options.merge_parts(self._parts.setdefault(spelled, {}), value)
 
     def _join_parts(self) -> None:
         for spelled, value in self._parts.items():
@@ -272,18 +272,6 @@ def _part_value(path: str, text: str) -> Any:
         return text if number is None else number
     except ValueError as error:
         _refuse(f"{path} is {shown(text)}: {error}", option=path, value=text)
-
-
-def _merge(target: dict[str, Any], update: dict[str, Any]) -> None:
-    """As vLLM joins parts: objects are merged, lists appended to, anything else replaced."""
-    for key, value in update.items():
-        present = target.get(key)
-        if isinstance(value, dict) and isinstance(present, dict):
-            _merge(present, value)
-        elif isinstance(value, list) and isinstance(present, list):
-            present.extend(value)
-        else:
-            target[key] = value
 
 
 def _dashed(name: str) -> str:

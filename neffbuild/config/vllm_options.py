@@ -191,19 +191,29 @@ def full_names(abbreviation: str) -> list[str]:
 
 
 def option_names(options: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
-    """A file's options under the names vLLM's own code uses: `max-num-seqs` is `max_num_seqs`, and
-    `no-enforce-eager: true` is `enforce_eager: false`.
+    """A file's options under the names vLLM's own code uses: `max-num-seqs` is `max_num_seqs`,
+    `no-enforce-eager: true` is `enforce_eager: false`, `compilation-config.mode: 2` is
+    `compilation_config: {mode: 2}`.
 
     Raises `ConfigError` when two spellings of one option are given, or a name is no text.
     """
     result: dict[str, Any] = {}
-    spelled: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
     for key, value in options.items():
         if not isinstance(key, str):
             raise ConfigError(
                 f"{prefix}{key} is not an option name", value=key, hint="write it in quotes"
             )
-        name = option_name(key)
+        head, *parts = key.split(".")
+        name = option_name(head)
+        if parts and name in JSON:
+            for part in reversed(parts):
+                value = {part: value}
+            if "." in spelled.get(name, ""):
+                merge_parts(result[name], value)
+                continue
+        else:
+            name = option_name(key)
         if name.startswith("no_") and name[3:] in SWITCHES:
             if value is False:  # vLLM passes nothing on for it
                 continue
@@ -217,6 +227,19 @@ def option_names(options: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
             )
         result[name], spelled[name] = value, key
     return result
+
+
+def merge_parts(target: dict[str, Any], update: Mapping[str, Any]) -> None:
+    """Join parts of one JSON option as vLLM does: objects are merged, lists appended to, anything else
+    replaced."""
+    for key, value in update.items():
+        present = target.get(key)
+        if isinstance(value, dict) and isinstance(present, dict):
+            merge_parts(present, value)
+        elif isinstance(value, list) and isinstance(present, list):
+            present.extend(value)
+        else:
+            target[key] = value
 
 
 def unheard_switches(options: Mapping[Any, Any]) -> list[str]:

@@ -150,6 +150,20 @@ def test_one_option_in_two_spellings_is_refused(workspace: Workspace) -> None:
     assert "serve.max_num_seqs is given twice, as " in error.message
 
 
+def test_parts_of_a_json_option(workspace: Workspace) -> None:
+    lists = {"num_seqs_buckets": [1, 8], "decode_context_length_buckets": [512]}
+    expected = workspace.load({"additional_config": {"neuron_config": lists}}).serve
+    parts = {
+        "additional-config.neuron_config.num_seqs_buckets": [1, 8],
+        "additional_config.neuron_config.decode_context_length_buckets": [512],
+    }
+    assert workspace.load(parts).serve == expected
+    error = workspace.refused({**parts, "additional_config": {}})
+    assert "serve.additional_config is given twice" in error.message
+    kept = workspace.load({"no_json_option.x": 1}).serve
+    assert kept.model_extra == {"no_json_option.x": 1}
+
+
 def test_a_switch_may_be_turned_off_by_name(workspace: Workspace) -> None:
     expected = workspace.load({"enable_prefix_caching": False}).serve
     assert workspace.load({"no-enable-prefix-caching": True}).serve == expected
