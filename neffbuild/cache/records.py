@@ -124,6 +124,21 @@ def read_pointer(store: Store, config: str) -> str | None:
     return digest
 
 
+def read_pointers(store: Store) -> Iterator[str]:
+    """The digests of the manifests that serve configs' pointers lead to, each once, by config.
+    Unreadable pointers are skipped with a warning."""
+    digests: dict[str, None] = {}
+    for name in sorted(listed.name for listed in store.list("configs/")):
+        try:
+            digest = read_pointer(store, name.removeprefix("configs/").removesuffix(".json"))
+        except IntegrityError as error:
+            _log.warning("ignoring a pointer in %s: %s", store.url, error)
+            continue
+        if digest is not None:
+            digests[digest] = None
+    yield from digests
+
+
 def seen_sequence(store: Store, url: str, name: str, tag: str) -> int:
     """The highest sequence that was accepted of a tag of the store at `url`; 0 when none was."""
     return _sequence(store.read(_seen_name(url, name, tag)))

@@ -34,12 +34,16 @@ _SOURCES = (
 
 
 def inductor_identity(config: BuildConfig) -> ToolchainIdentity:
-    """See `Toolchain.identity`. Route is AOTInductor, engine the reference model.
+    """See `Toolchain.identity`: it depends on the config's `toolchain` section alone."""
+    return toolchain_identity(config.toolchain)
+
+
+def toolchain_identity(toolchain: ToolchainConfig) -> ToolchainIdentity:
+    """The identity that a `toolchain` section gives. Route is AOTInductor, engine the reference model.
 
     A pinned version stands for the installed one even where both are known; `host_refusal` compares
     them where it matters. Raises `ConfigError` for an unknown target, route, engine, flag or tool.
     """
-    toolchain = config.toolchain
     _check_choice("route", toolchain.route, ROUTE)
     _check_choice("engine", toolchain.engine, ENGINE)
     level = cpu_level(toolchain.target)
