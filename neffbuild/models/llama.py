@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, silu
+from torch.nn.functional import embedding, linear, silu
 
 from neffbuild.config.errors import ConfigError
 from neffbuild.models.architecture import LlamaArchitecture
@@ -25,6 +25,29 @@ PAD_TOKEN_ID = -1
 
 KVCache = tuple[Tensor, Tensor]
 """Keys and values of one layer, each `[num_blocks, block_size, num_key_value_heads, head_dim]`."""
+
+
+class Linear(nn.Module):
+    """`torch.nn.Linear` without its initialisation, which would touch every weight."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None
+
+    def forward(self, values: Tensor) -> Tensor:
+        return linear(values, self.weight, self.bias)
+
+
+class Embedding(nn.Module):
+    """`torch.nn.Embedding`, likewise."""
+
+    def __init__(self, rows: int, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, width, dtype=dtype))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return embedding(ids, self.weight)
 
 
 class RMSNorm(nn.Module):
@@ -68,10 +91,10 @@ class Attention(nn.Module):
         self.groups = architecture.num_attention_heads // self.kv_heads
         heads_width = architecture.num_attention_heads * self.head_dim
         kv_width = self.kv_heads * self.head_dim
-        self.q_proj = _linear(hidden, heads_width, bias, dtype)
-        self.k_proj = _linear(hidden, kv_width, bias, dtype)
-        self.v_proj = _linear(hidden, kv_width, bias, dtype)
-        self.o_proj = _linear(heads_width, hidden, bias, dtype)
+        self.q_proj = Linear(hidden, heads_width, bias, dtype)
+        self.k_proj = Linear(hidden, kv_width, bias, dtype)
+        self.v_proj = Linear(hidden, kv_width, bias, dtype)
+        self.o_proj = Linear(heads_width, hidden, bias, dtype)
 
     def forward(
         self,
@@ -110,9 +133,9 @@ class MLP(nn.Module):
     def __init__(self, architecture: LlamaArchitecture, dtype: torch.dtype) -> None:
         super().__init__()
         hidden, inner = architecture.hidden_size, architecture.intermediate_size
-        self.gate_proj = _linear(hidden, inner, architecture.mlp_bias, dtype)
-        self.up_proj = _linear(hidden, inner, architecture.mlp_bias, dtype)
-        self.down_proj = _linear(inner, hidden, architecture.mlp_bias, dtype)
+        self.gate_proj = Linear(hidden, inner, architecture.mlp_bias, dtype)
+        self.up_proj = Linear(hidden, inner, architecture.mlp_bias, dtype)
+        self.down_proj = Linear(inner, hidden, architecture.mlp_bias, dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
         output: Tensor = self.down_proj(silu(self.gate_proj(hidden)) * self.up_proj(hidden))
@@ -153,7 +176,7 @@ class LlamaModel(nn.Module):
     def __init__(self, architecture: LlamaArchitecture, dtype: torch.dtype) -> None:
         super().__init__()
         vocabulary, hidden = architecture.vocab_size, architecture.hidden_size
-        self.embed_tokens = _embedding(vocabulary, hidden, dtype)
+        self.embed_tokens = Embedding(vocabulary, hidden, dtype)
         self.layers = nn.ModuleList(
             DecoderLayer(architecture, dtype) for _ in range(architecture.num_hidden_layers)
         )
@@ -189,7 +212,7 @@ class LlamaDecoder(nn.Module):
         self.architecture = architecture
         self.auxiliary_layers = tuple(auxiliary_layers)
         self.model = LlamaModel(architecture, dtype)
-        self.lm_head = _linear(architecture.hidden_size, architecture.vocab_size, False, dtype)
+        self.lm_head = Linear(architecture.hidden_size, architecture.vocab_size, False, dtype)
         if architecture.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.requires_grad_(False)
@@ -235,7 +258,7 @@ class LlamaDecoder(nn.Module):
         context = torch.arange(block_table.shape[1] * block_size, device=input_ids.device)
         visible = context <= positions[..., None]  # [B, Q, C]
 
-        hidden = embedding(torch.where(live, input_ids, 0), self.model.embed_tokens.weight)
+        hidden: Tensor = self.model.embed_tokens(torch.where(live, input_ids, 0))
         rotary = self.model.rotary_emb(positions, hidden.dtype)
         entering = []
         for layer, kv_cache in zip(self.model.layers, kv_caches, strict=True):
@@ -266,15 +289,6 @@ def inverse_frequencies(architecture: LlamaArchitecture) -> Tensor:
     scaled = torch.where(wavelengths > original / low, frequencies / scaling.factor, frequencies)
     between = (wavelengths >= original / high) & (wavelengths <= original / low)
     return torch.where(between, blended, scaled)
-
-
-def _linear(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
-    linear = nn.Linear(inputs, outputs, bias=bias, dtype=dtype, device="meta")
-    return linear.to_empty(device="cpu")
-
-
-def _embedding(rows: int, width: int, dtype: torch.dtype) -> nn.Embedding:
-    return nn.Embedding(rows, width, dtype=dtype, device="meta").to_empty(device="cpu")
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -11,12 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 from dynamo_samples import digest_of, with_dynamic
+from toolchain_samples import decode, speculative_build, tiny_build
 from torch import fx
 from torch._library.opaque_object import register_opaque_type
 from torch._opaque_base import OpaqueBase
 
 from neffbuild.config.errors import ToolchainRefusal
+from neffbuild.grid.shapes import Family
 from neffbuild.toolchain.graph_digest import graph_digest
+from neffbuild.toolchain.inductor.capture import capture_unit
 
 
 @pytest.fixture(autouse=True)
@@ -173,36 +176,31 @@ def test_what_has_no_stable_description_is_refused():
         graph_digest(module)
 
 
-PRINT_DIGESTS = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from toolchain_samples import decode, speculative_build, tiny_build
-from neffbuild.grid.shapes import Family
-from neffbuild.toolchain.inductor.capture import capture_unit
-print(capture_unit(tiny_build(), decode(2)).graph_digest)
-print(capture_unit(speculative_build([0, 2]), decode(2, 3, 128, Family.TARGET_WITH_SPEC)).graph_digest)
-"""
+def digests_of_two_units() -> list[str]:
+    spec = speculative_build([0, 2]), decode(2, 3, 128, Family.TARGET_WITH_SPEC)
+    return [capture_unit(*work).graph_digest for work in ((tiny_build(), decode(2)), spec)]
 
 
 def test_another_process_folder_home_and_hash_seed_give_the_same(tmp_path):
-    outputs = set()
-    for seed in ("0", "4711"):
-        home = tmp_path / seed
-        home.mkdir()
-        environment = os.environ | {
-            "PYTHONHASHSEED": seed,
-            "HOME": str(home),
-            "TMPDIR": str(home),
-            "USER": f"user{seed}",
-        }
-        completed = subprocess.run(
-            [sys.executable, "-c", PRINT_DIGESTS, str(Path(__file__).parent)],
-            cwd=home,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        outputs.add(completed.stdout)
-    [output] = outputs
-    assert len(set(output.split())) == 2
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import test_graph_digest as here; "
+        "print(*here.digests_of_two_units())"
+    )
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PYTHONHASHSEED": "4711",
+        "HOME": str(tmp_path),
+        "TMPDIR": str(tmp_path),
+        "USER": "somebody-else",
+    }
+    completed = subprocess.run(
+        [sys.executable, "-c", code, str(Path(__file__).parent)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    here = digests_of_two_units()
+    assert completed.stdout.split() == here
+    assert here[0] != here[1]

@@ -94,7 +94,7 @@ class BindingFile:
             return cls(
                 binding=Binding(
                     inputs=tuple(_input_spec(spec) for spec in document["inputs"]),
-                    outputs=tuple(document["outputs"]),
+                    outputs=tuple(_output(name) for name in document["outputs"]),
                 ),
                 requires=Requirements(
                     torch=str(requires["torch"]), cpu_features=frozenset(requires["cpu_features"])
@@ -112,6 +112,12 @@ def _input_spec(document: Mapping[str, Any]) -> InputSpec:
         shape=_sizes(document["shape"]),
         strides=_sizes(document["strides"]),
     )
+
+
+def _output(name: Any) -> str | None:
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"output name {name!r}")
+    return name
 
 
 def _sizes(values: Iterable[Any]) -> tuple[int | None, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import tempfile
@@ -58,9 +59,11 @@ def compile_graph(
     versions give equal bytes, whatever the folders.
 
     Changes process-wide state (environment, working options of inductor) while it runs. Raises
-    `ToolchainRefusal` where the environment would change the artifact.
+    `ToolchainRefusal` where the environment would change the artifact, and for folders whose names
+    inductor cannot pass to the compiler.
     """
     _refuse_environment()
+    _refuse_folders(scratch, shared or scratch)
     started = time.monotonic()
     program = _exported(graph)
     exported = time.monotonic()
@@ -99,7 +102,8 @@ def _exported(graph: InductorGraph) -> ExportedProgram:
     symbolic = [symbolic_dimensions(example) for example in examples]
     program = export(
         graph.module,
-        graph.example_inputs,
+        # Export leaves marks on its example tensors, and Dynamo guards on those of the caller's.
+        tuple(tensor.detach() for tensor in graph.example_inputs),
         dynamic_shapes=tuple(dict.fromkeys(dims, Dim.AUTO) or None for dims in symbolic),
         strict=False,
     )
@@ -123,6 +127,18 @@ def _refuse_environment() -> None:
                 field=name,
                 value=os.environ[name],
                 hint=f"unset {name}; toolchain.flags takes the options that may be set",
+            )
+
+
+def _refuse_folders(*folders: Path) -> None:
+    """Inductor builds command lines without quoting."""
+    for folder in folders:
+        if re.search(r"[\s'\"\\]", str(folder)):
+            raise ToolchainRefusal(
+                f"inductor cannot compile in {str(folder)!r}: it takes no folder with spaces, quotes or "
+                "backslashes in its name",
+                value=str(folder),
+                hint="set TMPDIR to another folder",
             )
 
 
