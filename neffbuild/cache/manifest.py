@@ -21,13 +21,14 @@ from neffbuild.config.errors import IntegrityError
 from neffbuild.grid.shapes import Shape, shape_from_document
 
 SCHEMA = "neffbuild.manifest/1"
-NEEDS = frozenset({"required", "enumerated_only", "cannot_occur"})
+_NEEDS = frozenset({"required", "enumerated_only", "cannot_occur"})
 
 
 @dataclass(frozen=True, slots=True)
 class ManifestUnit:
     """One shape of the plan. `key` is None where it has none: the shape cannot occur, or the planning
-    machine could not resolve it. `need` is `required`, `enumerated_only` or `cannot_occur`."""
+    machine could not resolve it. `need` is a value of `neffbuild.grid.expand.Need`, whose module is
+    not imported here: moving and checking artifacts needs no grid."""
 
     shape: Shape
     key: str | None
@@ -141,7 +142,7 @@ def _unit(document: Any) -> ManifestUnit:
     key, need, rank_scope = document["key"], document["need"], document["rank_scope"]
     if key is not None:
         require_digest(key)
-    if need not in NEEDS or not isinstance(rank_scope, str):
+    if need not in _NEEDS or not isinstance(rank_scope, str):
         raise IntegrityError(f"manifest holds the malformed unit {document!r:.200}")
     return ManifestUnit(_shape(document["shape"]), key, need, rank_scope)
 
@@ -151,7 +152,7 @@ def _shape(document: Any) -> Shape:
     for name, value in shape.document().items():
         if name in ("kind", "family"):
             continue
-        stated: type = bool if name == "context_bucketed" else int
-        if type(value) is not stated or value < 0:
+        well_typed = type(value) is (bool if name == "context_bucketed" else int)
+        if not well_typed or value < 0:
             raise IntegrityError(f"manifest holds the malformed shape {document!r:.200}")
     return shape

@@ -13,6 +13,7 @@ from neffbuild.cache.directory import DirectoryStore
 from neffbuild.cache.entry import Entry
 from neffbuild.cache.manifest import Manifest, ManifestUnit
 from neffbuild.cache.tag import Trust
+from neffbuild.grid.expand import Need
 from neffbuild.grid.shapes import DecodeShape, Family
 
 ANYONE = Trust()
@@ -83,10 +84,11 @@ def make_manifest(
 ) -> Manifest:
     """A manifest of these entries, whose plan has `lacking` more units."""
     units = [
-        ManifestUnit(shape(number), entry.key, "required") for number, entry in enumerate(entries)
+        ManifestUnit(shape(number), entry.key, Need.REQUIRED)
+        for number, entry in enumerate(entries)
     ]
     for number in range(len(entries), len(entries) + lacking):
-        units.append(ManifestUnit(shape(number), digest_document(number), "required"))
+        units.append(ManifestUnit(shape(number), digest_document(number), Need.REQUIRED))
     return Manifest(
         config=digest_document("config"),
         serve={"max_model_len": 4096, "block_size": 128},

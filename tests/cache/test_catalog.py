@@ -297,6 +297,8 @@ def test_moved_copied_or_tarred_store_hits_and_holds_no_absolute_path(tmp_path: 
 def test_process_killed_at_any_moment_of_committing_leaves_whole_entries(
     store: DirectoryStore, tmp_path: Path, round_number: int
 ) -> None:
+    committed, told = os.pipe()
+
     def commit_for_ever() -> int:
         number = 0
         while True:
@@ -304,15 +306,17 @@ def test_process_killed_at_any_moment_of_committing_leaves_whole_entries(
             contents = {"model.so": os.urandom(300_000), "binding.json": b"{}"}
             made = make_entry(tmp_path, 0, note=f"{os.getpid()}-{number}", contents=contents)
             commit_entry(store, *made)
+            os.write(told, b"!")
 
     for kill in range(10):
         child = start_child(commit_for_ever)
-        time.sleep(0.005 + (round_number * 10 + kill) * 0.0017)
+        os.read(committed, 1)
+        time.sleep((round_number * 10 + kill) * 0.0005)
         os.kill(child, signal.SIGKILL)
         assert wait_for(child) == -signal.SIGKILL
         found = verify_store(store, Trust())
         assert found.problems == ()
-    assert found.entries_checked > 0
+        assert found.entries_checked > kill
     # Nothing has to be cleaned before the next run.
     [entry] = fill(store, tmp_path / "after", 1)
     assert read_entry(store, entry.key) == Hit(entry)

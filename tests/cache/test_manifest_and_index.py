@@ -14,6 +14,7 @@ from neffbuild.cache.entry import Entry, FileRecord
 from neffbuild.cache.index import Index, platform_text
 from neffbuild.cache.manifest import Manifest, ManifestUnit
 from neffbuild.config.errors import IntegrityError
+from neffbuild.grid.expand import Need
 from neffbuild.grid.shapes import Family, PrefillShape
 
 
@@ -39,14 +40,20 @@ class TestManifest:
 
     def test_every_kind_of_unit_survives(self) -> None:
         units = (
-            ManifestUnit(shape(1), "a" * 64, "enumerated_only", rank_scope="dp0"),
-            ManifestUnit(shape(2), None, "cannot_occur"),
-            ManifestUnit(shape(3), None, "required"),
-            ManifestUnit(PrefillShape(Family.PREFILL, 2048, 512), "b" * 64, "required"),
+            ManifestUnit(shape(1), "a" * 64, Need.ENUMERATED_ONLY, rank_scope="dp0"),
+            ManifestUnit(shape(2), None, Need.CANNOT_OCCUR),
+            ManifestUnit(shape(3), None, Need.REQUIRED),
+            ManifestUnit(PrefillShape(Family.PREFILL, 2048, 512), "b" * 64, Need.REQUIRED),
         )
         manifest = Manifest("c" * 64, {}, X86_V3, units, {})
         assert Manifest.from_json(manifest.to_json()).units == units
         assert manifest.missing == (units[0], units[2], units[3])
+
+    @pytest.mark.parametrize("need", list(Need))
+    def test_every_need_of_the_grid_is_known(self, need: Need) -> None:
+        unit = ManifestUnit(shape(1), "a" * 64, need.value)
+        manifest = Manifest("c" * 64, {}, X86_V3, (unit,), {})
+        assert Manifest.from_json(manifest.to_json()).units == (unit,)
 
     def test_graph_index_leads_to_the_first_unit_with_the_graph(self) -> None:
         by_graph: dict[str, list[str]] = {}
