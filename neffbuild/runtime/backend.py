@@ -24,13 +24,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch._dynamo
+import torch._guards
 from torch import fx
 
-from neffbuild.cache.catalog import Hit, commit_entry, read_entry, record_files
+from neffbuild.cache.catalog import Hit, read_entry, record_files
 from neffbuild.cache.entry import Entry
 from neffbuild.cache.loaded import materialise
-from neffbuild.cache.lock import host_lock
 from neffbuild.cache.manifest import Manifest
+from neffbuild.cache.once import build_once
 from neffbuild.cache.recipe import ToolchainIdentity, graph_recipe, recipe_key
 from neffbuild.config.errors import (
     ConfigError,
@@ -167,18 +168,18 @@ def _compile(settings: BackendSettings, captured: Captured) -> Entry:
         )
     recipe = _graph_recipe(captured.graph_digest, identity)
     key = recipe_key(recipe)
-    with host_lock(f"entry {key} in {settings.store.url}", wait=_LOCK_WAIT_SECONDS):
-        found = read_entry(settings.store, key)
-        if isinstance(found, Hit):
-            return found.entry  # another process of this host was quicker
-        with TemporaryDirectory(prefix="neffbuild-") as scratch:
+    with TemporaryDirectory(prefix="neffbuild-") as scratch:
+
+        def build() -> tuple[Entry, Mapping[str, Path]]:
             began = time.monotonic()
-            artifact = compile_graph(
-                captured.graph,
-                cpu_level(settings.toolchain.target),
-                settings.toolchain.flags,
-                Path(scratch),
-            )
+            # Dynamo is tracing, and an export would add its sizes and guards to that.
+            with torch._guards.tracing(None):
+                artifact = compile_graph(
+                    captured.graph,
+                    cpu_level(settings.toolchain.target),
+                    settings.toolchain.flags,
+                    Path(scratch),
+                )
             counters.compiles += 1
             entry = Entry(
                 recipe=recipe,
@@ -190,7 +191,10 @@ def _compile(settings: BackendSettings, captured: Captured) -> Entry:
                     "compile_seconds": time.monotonic() - began,
                 },
             )
-            return commit_entry(settings.store, entry, artifact.files)
+            return entry, artifact.files
+
+        entry, _ = build_once(settings.store, key, build, wait=_LOCK_WAIT_SECONDS)
+    return entry
 
 
 def _strict_miss(settings: BackendSettings, graph_digest: str) -> NeffbuildError:

@@ -102,8 +102,7 @@ def _exported(graph: InductorGraph) -> ExportedProgram:
     symbolic = [symbolic_dimensions(example) for example in examples]
     program = export(
         graph.module,
-        # Export leaves marks on its example tensors, and Dynamo guards on those of the caller's.
-        tuple(tensor.detach() for tensor in graph.example_inputs),
+        graph.example_inputs,
         dynamic_shapes=tuple(dict.fromkeys(dims, Dim.AUTO) or None for dims in symbolic),
         strict=False,
     )
