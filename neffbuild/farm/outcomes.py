@@ -155,7 +155,8 @@ class UnitStarted:
 
 @dataclass(frozen=True, slots=True)
 class UnitDeferred:
-    """Another process of this host is compiling the unit; it comes again after all others."""
+    """The unit comes again after all others: another process of this host is compiling it, or it
+    failed in a way that may pass."""
 
     unit: Unit
     reason: str

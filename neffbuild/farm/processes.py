@@ -83,6 +83,16 @@ def end_descendants(grace: float, spared: Set[int] = frozenset()) -> dict[int, i
     return ended
 
 
+def end_users_of(folder: Path) -> None:
+    """SIGKILL every other process of ours whose temporary files go below `folder`, however it got
+    there: it inherited that from a farm's worker."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            temporary = Path(process.environ().get("TMPDIR", os.sep))
+            if temporary.is_relative_to(folder) and process.pid != os.getpid():
+                process.kill()
+
+
 def _own_descendants(spared: Set[int]) -> list[int]:
     found = [child for child in _children(os.getpid()) if child not in spared]
     for child in found:

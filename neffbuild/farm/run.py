@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -37,9 +37,12 @@ from neffbuild.farm.scratch import farm_folder
 from neffbuild.farm.worker import Busy, Job
 from neffbuild.toolchain.base import Toolchain, Unit
 
-LOCK_WAIT_SECONDS = 7200.0
+_LOCK_WAIT_SECONDS = 7200.0
 """How long a unit waits for another farm of this host that is compiling it, where no `farm.timeout`
 says how long a compile may take."""
+_COMMIT_SECONDS = 60.0
+_MAY_PASS = frozenset({CauseKind.OUT_OF_MEMORY, CauseKind.LOST_WORKER, CauseKind.STORE})
+"""Failures that say more about the host at that moment than about the unit."""
 _REMEMBERED_RUNS = 20
 _LOOK_SECONDS = 0.2
 _log = logging.getLogger(__name__)
@@ -86,13 +89,13 @@ def compile_units(
                 scratch=folder / unit.key[:16],
                 shared=folder / "shared",
                 log=logs / f"{unit.shape.bucket_name}-{unit.key[:12]}.log",
-                lock_wait=(farm.timeout or LOCK_WAIT_SECONDS) if waits else 0.0,
+                lock_wait=(farm.timeout or _LOCK_WAIT_SECONDS) + _COMMIT_SECONDS if waits else 0.0,
                 timeout=farm.timeout,
                 memory=farm.memory,
             )
 
         workers = min(farm.workers or len(os.sched_getaffinity(0)), len(units))
-        run = _Run(executor, store, workers, job, on_event)
+        run = _Run(executor, store, workers, farm.retries, job, on_event)
         run.work_off(longest_first(units, _measured_seconds(store)), interrupts)
     result = RunResult(
         units=tuple(run.results[unit.key] for unit in units),
@@ -112,6 +115,7 @@ class _Run:
         executor: LocalExecutor,
         store: Store,
         workers: int,
+        retries: int,
         job: Callable[[Unit, bool], Job],
         on_event: Callable[[Event], None],
     ) -> None:
@@ -119,6 +123,8 @@ class _Run:
         self._executor = executor
         self._store = store
         self._workers = workers
+        self._retries = retries
+        self._failures: Counter[str] = Counter()
         self._job = job
         self._on_event = on_event
         self._queue: deque[Unit] = deque()
@@ -156,15 +162,24 @@ class _Run:
             self._on_event(UnitStarted(unit))
 
     def _see(self, job: Job, ended: UnitResult | Busy) -> None:
-        if isinstance(ended, UnitResult):
-            self._finish(job.unit, ended)
-        elif job.lock_wait:
+        unit = job.unit
+        if isinstance(ended, Busy):
+            if not job.lock_wait:
+                # Not worth waiting for while there is other work: the two farms then share the grid.
+                self._defer(unit, ended.reason)
+                return
             cause = Cause(CauseKind.STORE, ended.reason, "run `compile` again")
-            self._finish(job.unit, UnitResult.of(job.unit, Outcome.FAILED, cause=cause))
+            ended = UnitResult.of(unit, Outcome.FAILED, cause=cause)
+        failed = ended.cause if ended.outcome is Outcome.FAILED else None
+        if failed and failed.kind in _MAY_PASS and self._failures[unit.key] < self._retries:
+            self._failures[unit.key] += 1
+            self._defer(unit, failed.text)
         else:
-            # Not worth waiting for while there is other work: the two farms then share the grid.
-            self._deferred.append(job.unit)
-            self._on_event(UnitDeferred(job.unit, ended.reason))
+            self._finish(unit, ended)
+
+    def _defer(self, unit: Unit, reason: str) -> None:
+        self._deferred.append(unit)
+        self._on_event(UnitDeferred(unit, reason))
 
     def _finish(self, unit: Unit, result: UnitResult) -> None:
         self.results[unit.key] = result

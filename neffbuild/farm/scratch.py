@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from neffbuild.config.errors import StoreError
+from neffbuild.farm.processes import end_users_of
 
 _LOCK_SUFFIX = ".lock"
 
@@ -66,7 +67,8 @@ def farm_folder() -> Iterator[Path]:
 
 
 def remove_abandoned(root: Path) -> None:
-    """Remove the folders below `root` of farms that are dead."""
+    """Remove the folders below `root` of farms that are dead, and end what still works in them: where
+    a farm was killed with all that watched over its compilers, they run on."""
     for lock in root.glob(f"*{_LOCK_SUFFIX}"):
         try:
             descriptor = os.open(lock, os.O_RDWR)
@@ -77,6 +79,7 @@ def remove_abandoned(root: Path) -> None:
         except BlockingIOError:
             pass
         else:
+            end_users_of(lock.with_suffix(""))
             remove_tree(lock.with_suffix(""))
             lock.unlink(missing_ok=True)
         finally:

@@ -8,6 +8,7 @@ worker's orphans to init.
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -46,6 +47,9 @@ def main(descriptor: int, toolchain_name: str, farms: str) -> None:
         toolchain = _prepare(toolchain_name)
     except NeffbuildError as error:
         sys.exit(error.message)
+    # What is there now will never be garbage: workers need not touch, and so copy, its pages.
+    gc.collect()
+    gc.freeze()
     _serve(control, toolchain)
     # The farm has closed its end, or died. In the second case nobody else removes its folder.
     remove_abandoned(Path(farms))

@@ -101,7 +101,7 @@ def _enter(job: Job, log: int) -> None:
     os.dup2(log, 2)
     os.close(log)
     faulthandler.enable()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Where memory runs out, the kernel shall end a compile and not the farm.
     Path("/proc/self/oom_score_adj").write_text("500")

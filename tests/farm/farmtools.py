@@ -71,6 +71,7 @@ def run(
     workers: int = 2,
     timeout: float | None = None,
     memory: int | None = None,
+    retries: int = 0,
     toolchain: str = "hostile",
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> RunResult:
@@ -79,7 +80,7 @@ def run(
         make_units(folder, count, toolchain),
         load_toolchain(toolchain),
         DirectoryStore(folder / "store"),
-        FarmConfig(workers=workers, timeout=timeout, memory=memory),
+        FarmConfig(workers=workers, timeout=timeout, memory=memory, retries=retries),
         logs=folder / "logs",
         on_event=on_event,
     )

@@ -52,8 +52,8 @@ def kill_everything(farm: subprocess.Popen[str]) -> None:
 def test_a_farm_killed_at_any_moment_leaves_whole_entries_only(
     folder: Path, kill: Callable[[subprocess.Popen[str]], None], rounds: int
 ) -> None:
-    count = 120
-    farmtools.order(folder, seconds=0.03)
+    count = 80
+    farmtools.order(folder, seconds=0.06)
     chance = random.Random(rounds)
     for number in range(rounds):
         with farmtools.start(folder, count) as farm:
@@ -74,10 +74,27 @@ def test_a_farm_killed_at_any_moment_leaves_whole_entries_only(
     assert farmtools.check_store(folder) == count
 
 
+def test_the_next_farm_ends_compilers_that_nobody_watches(folder: Path) -> None:
+    farmtools.order(folder, seconds=300)
+    with farmtools.start(folder, 2) as farm:
+        wait_for(farm, "UnitStarted")
+        deadline = time.monotonic() + 10
+        while len(compilers := [p for p in farmtools.left_processes() if p.name() == "sleep"]) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        for process in [psutil.Process(farm.pid), *farmtools.left_processes()]:
+            if process not in compilers:
+                process.kill()
+    assert all(compiler.is_running() for compiler in compilers)
+    farmtools.order(folder)
+    assert farmtools.run(folder, 2).counts["built"] == 2
+    assert not farmtools.left_processes()
+
+
 def test_workers_supervisors_and_the_server_killed_at_random_cost_their_own_units(
     folder: Path,
 ) -> None:
-    count, kills = 120, 30
+    count, kills = 100, 30
     farmtools.order(folder, seconds=0.02)
     chance = random.Random(7)
     killed: list[int] = []

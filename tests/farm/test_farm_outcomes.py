@@ -75,6 +75,22 @@ def test_a_failed_unit_is_tried_again_and_its_failure_forgotten(folder: Path) ->
     assert not failed.log.exists()
 
 
+def test_a_failure_that_may_pass_is_retried_after_the_others(folder: Path) -> None:
+    farmtools.order(folder, b3="kill_itself_once", b4="raise")
+    result = farmtools.run(folder, 4, retries=2)
+    assert [unit.outcome for unit in result.units] == ["built", "built", "built", "failed"]
+    started = [name for name, _ in farmtools.journal(folder)]
+    assert started.count("decode_b3_ctx128") == 2
+    assert started.count("decode_b4_ctx128") == 1  # a deterministic failure
+    assert started[-1] == "decode_b3_ctx128"
+
+
+def test_retries_end(folder: Path) -> None:
+    farmtools.order(folder, b1="kill_itself")
+    assert farmtools.run(folder, 1, retries=2).counts["failed"] == 1
+    assert len(farmtools.journal(folder)) == 3
+
+
 def test_a_timeout_ends_the_tree_and_frees_the_lock(folder: Path) -> None:
     # The compiler ignores SIGTERM and has left a process that is in another session; that nothing
     # of it survives is checked when the folder fixture ends.

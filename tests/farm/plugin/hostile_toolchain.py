@@ -79,6 +79,7 @@ class HostileToolchain:
         behaviour = orders["behaviour"].get(unit.shape.bucket_name)
         if behaviour is not None:
             sys.stdout.write(f"about to {behaviour}\n")
+            self._control = control
             getattr(self, f"_{behaviour}")(scratch)
         if behaviour == "no_file":
             return Artifact({})
@@ -121,6 +122,12 @@ class HostileToolchain:
 
     def _kill_itself(self, scratch: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def _kill_itself_once(self, scratch: Path) -> None:
+        mark = self._control.with_name("killed")
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _miss_a_compiler(self, scratch: Path) -> None:
         subprocess.run(["no-such-compiler"], check=True)
