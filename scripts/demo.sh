@@ -6,14 +6,14 @@ cd "$(dirname "$0")/.."
 
 config=configs/quickstart.yaml
 work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+trap '/bin/rm -rf "$work"' EXIT
 # The serving machine finds neffbuild and nothing else.
 mkdir "$work/bin"
 ln -s "$(command -v neffbuild)" "$work/bin/neffbuild"
 
 run() {
     printf '\n$ %s\n' "${*//$work/DEMO}"
-    "$@" | sed "s|$work|DEMO|g"
+    "$@" | /bin/sed "s|$work|DEMO|g"
 }
 
 echo "# build machine"
@@ -26,10 +26,6 @@ run neffbuild push "$config" --to "$work/store" --tag demo
 echo
 echo "# serving machine: empty cache, no compiler"
 export NEFFBUILD_CACHE="$work/serving-cache" PATH="$work/bin:/bin-without-compilers"
-serve() {
-    printf '\n$ %s\n' "${*//$work/DEMO}"
-    "$@"
-}
-serve neffbuild pull "$work/store" --tag quickstart:demo
-serve neffbuild verify "$config"
-serve neffbuild replay "$config" --steps 200 --execute
+run neffbuild pull "$work/store" --tag quickstart:demo
+run neffbuild verify "$config"
+run neffbuild replay "$config" --steps 200 --execute
