@@ -23,23 +23,21 @@ def command(
 
     All of it is verified, and none of it is visible locally before all of it is there.
     """
-    from neffbuild.cache.directory import DirectoryStore
     from neffbuild.cache.open import open_store
     from neffbuild.cache.tag import TagRef
     from neffbuild.cache.transfer import pull
     from neffbuild.cli.transfer import progress_line, trust_of
-    from neffbuild.config.build import CacheConfig, cache_directory
+    from neffbuild.config.build import CacheConfig
 
     if (tag is None) == (digest is None):
         raise ConfigError("give either --tag NAME:TAG or --digest D", field="--tag")
-    settings = CacheConfig(local=str(cache) if cache else None)
     with progress_line("pull") as progress:
         pulled = pull(
             open_store(url),
-            DirectoryStore(cache_directory(settings)),
+            options.own_store(cache),
             TagRef.parse(tag) if tag else str(digest),
             platform=None,
-            trust=trust_of(settings),
+            trust=trust_of(CacheConfig()),
             progress=progress,
         )
     units = len(pulled.manifest.entries)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from neffbuild.cli import options, output
-from neffbuild.config.errors import ConfigError
+from neffbuild.config.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
+    from neffbuild.cache.directory import DirectoryStore
     from neffbuild.cache.verify import Verified
     from neffbuild.grid.coverage import Coverage
+
+_log = logging.getLogger(__name__)
 
 
 @click.command(name="verify")
@@ -28,7 +32,7 @@ def command(words: tuple[str, ...], cache: Path | None, tag: str | None, as_json
     """
     covered: Coverage | None = None
     if words and ("://" in words[0] or Path(words[0]).is_dir()):
-        verified = _verify_store(words, tag)
+        verified = _verify_store(words, cache, tag)
     elif tag:
         raise ConfigError("--tag goes with a URL", field="--tag", value=tag)
     else:
@@ -43,17 +47,23 @@ def command(words: tuple[str, ...], cache: Path | None, tag: str | None, as_json
     return 0 if document["ok"] else 1
 
 
-def _verify_store(words: tuple[str, ...], tag: str | None) -> Verified:
+def _verify_store(words: tuple[str, ...], cache: Path | None, tag: str | None) -> Verified:
     from neffbuild.cache.open import open_store
+    from neffbuild.cache.records import seen_sequence
     from neffbuild.cache.tag import TagRef, Trust
     from neffbuild.cache.verify import verify_store, verify_tag
 
     if len(words) != 1:
         raise ConfigError(f"unexpected argument {words[1]!r} after the URL", value=words[1])
-    store = open_store(words[0])
+    store, local = open_store(words[0]), options.own_store(cache)
+
+    def last_seen(ref: TagRef) -> int:
+        return seen_sequence(local, store.url, ref.name, ref.tag)
+
     if tag is None:
-        return verify_store(store, Trust())
-    return verify_tag(store, TagRef.parse(tag), Trust())
+        return verify_store(store, Trust(), last_seen=last_seen)
+    ref = TagRef.parse(tag)
+    return verify_tag(store, ref, Trust(), last_seen=last_seen(ref))
 
 
 def _verify_config(words: tuple[str, ...], cache: Path | None) -> tuple[Verified, Coverage]:
@@ -66,9 +76,23 @@ def _verify_config(words: tuple[str, ...], cache: Path | None) -> tuple[Verified
     store = options.local_store(config)
     bucketer, shapes = units_to_serve(config, load_toolchain(config.toolchain.name), store)
     verified = verify_keys(store, shapes)
+    _take_out_of_service(store, verified)
     bad = {problem.key for problem in verified.problems}
     good = [shape for key, shape in shapes.items() if key not in bad]
     return verified, check_coverage(bucketer, good)
+
+
+def _take_out_of_service(store: DirectoryStore, verified: Verified) -> None:
+    """A reader's test for a hit sees sizes only; a damaged artifact of the right size must be gone
+    before the next compile looks."""
+    from neffbuild.cache.verify import repair
+
+    try:
+        repair(store, verified)
+    except StoreError as error:
+        _log.warning(
+            "damaged entries could not be quarantined", extra={"fields": {"cause": error.message}}
+        )
 
 
 def _document(verified: Verified, covered: Coverage | None) -> dict[str, Any]:
