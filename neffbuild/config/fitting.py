@@ -124,7 +124,7 @@ def bucket_lists(
             top_name="serve.max_num_seqs",
             hint=f"end the list with {seqs}, or set max_num_seqs to {rows[-1]}",
         )
-    elif "num_seqs_buckets" not in neuron:
+    else:
         lists["num_seqs_buckets"] = buckets.powers_of_two(seqs)
     if contexts := lists["decode_context_length_buckets"]:
         buckets.check_contexts(
