@@ -44,11 +44,11 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """Inputs in the program's order; outputs by name in the graph's order, None for an output that is
-    None. Placeholders of symbolic sizes are no inputs: the program reads sizes off the tensors."""
+    """Inputs and names of outputs, each in the program's order. Placeholders of symbolic sizes are no
+    inputs: the program reads sizes off the tensors."""
 
     inputs: tuple[InputSpec, ...]
-    outputs: tuple[str | None, ...]
+    outputs: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,8 @@ def _input_spec(document: Mapping[str, Any]) -> InputSpec:
     )
 
 
-def _output(name: Any) -> str | None:
-    if name is not None and not isinstance(name, str):
+def _output(name: Any) -> str:
+    if not isinstance(name, str):
         raise TypeError(f"output name {name!r}")
     return name
 

@@ -103,7 +103,7 @@ def capture_graph(
 
     `output_names` in the graph's order; without them outputs are named by position. Raises
     `ToolchainRefusal` for a graph that cannot be digested or compiled ahead of time: training,
-    autocast, inputs other than tensors and sizes, outputs other than tensors and None.
+    autocast, inputs other than tensors and sizes, outputs other than tensors.
     """
     _refuse_modes(example_inputs)
     plain, kept = without_symbolic_inputs(module)
@@ -114,7 +114,8 @@ def capture_graph(
         graph_digest=graph_digest(module),
         graph=InductorGraph(
             module=plain,
-            example_inputs=tuple(example_inputs[index] for index in kept),
+            # Export leaves marks on the tensors it is given; Dynamo guards on the caller's own.
+            example_inputs=tuple(example_inputs[index].detach() for index in kept),
             binding=Binding(
                 inputs=tuple(
                     _input_spec(name, index, node.meta["example_value"])
@@ -182,14 +183,13 @@ def _static(size: int | torch.SymInt) -> int | None:
     return None if isinstance(size, torch.SymInt) else size
 
 
-def _outputs(module: fx.GraphModule, names: Sequence[str] | None) -> tuple[str | None, ...]:
+def _outputs(module: fx.GraphModule, names: Sequence[str] | None) -> tuple[str, ...]:
     [values] = module.graph.output_node().args
     assert isinstance(values, Sequence)
-    if names is None:
-        names = [str(index) for index in range(len(values))]
     for value in values:
-        if value is not None and not (
-            isinstance(value, fx.Node) and isinstance(value.meta["example_value"], Tensor)
-        ):
+        if not isinstance(value, fx.Node) or not isinstance(value.meta["example_value"], Tensor):
             raise ToolchainRefusal(f"the graph returns {value!r}; only tensors can be returned")
-    return tuple(None if value is None else name for value, name in zip(values, names, strict=True))
+    if names is None:
+        return tuple(str(index) for index in range(len(values)))
+    assert len(names) == len(values)
+    return tuple(names)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch._inductor
+from torch._guards import tracing
 from torch._inductor import codecache, cpu_vec_isa
 from torch.export import Dim, ExportedProgram, export
 
@@ -64,9 +65,6 @@ def compile_graph(
     """
     _refuse_environment()
     _refuse_folders(scratch, shared or scratch)
-    started = time.monotonic()
-    program = _exported(graph)
-    exported = time.monotonic()
     output = scratch / PROGRAM
     options = inductor_options(level, flags) | {
         "aot_inductor.output_path": str(output),
@@ -78,7 +76,11 @@ def compile_graph(
         "cpp.cxx": (None, COMPILER),
         "cpp.vec_isa_ok": True,
     }
-    with _contained(scratch, shared or scratch), _vector_class(level):
+    started = time.monotonic()
+    # In a backend Dynamo is still tracing: what export assumes must not become a guard of its frame.
+    with tracing(None), _contained(scratch, shared or scratch), _vector_class(level):
+        program = _exported(graph)
+        exported = time.monotonic()
         torch._inductor.aot_compile(
             program.module(check_guards=False), graph.example_inputs, options=options
         )

@@ -67,11 +67,11 @@ class Executable:
             _check_tensor(spec, tensor)
         return BoundExecutable(self._binding, self._run, given)
 
-    def call_graph(self, *placeholders: Any) -> tuple[Tensor | None, ...]:
+    def call_graph(self, *placeholders: Any) -> tuple[Tensor, ...]:
         """Call as Dynamo calls what its backend returned: every placeholder of the captured graph by
         position, checked by Dynamo's guards and not again here."""
         inputs = [placeholders[spec.placeholder] for spec in self._binding.inputs]
-        return _in_order(self.outputs, self._run(inputs))
+        return tuple(self._run(inputs))
 
 
 class BoundExecutable:
@@ -79,14 +79,13 @@ class BoundExecutable:
 
     def __init__(self, binding: Binding, run: Run, given: Mapping[InputSpec, Tensor]) -> None:
         self._run = run
-        self._outputs = binding.outputs
         self._inputs = [given.get(spec) for spec in binding.inputs]
         self._free = [
             (position, spec) for position, spec in enumerate(binding.inputs) if spec not in given
         ]
         self.free = tuple(spec.name for _, spec in self._free)
 
-    def __call__(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, ...]:
+    def __call__(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Run once; outputs in the order of `Executable.outputs`.
 
         Raises `ConfigError` for an input that is missing or not what the program takes: the program
@@ -104,7 +103,7 @@ class BoundExecutable:
                 ) from None
             _check_tensor(spec, tensor)
             inputs[position] = tensor
-        return _in_order(self._outputs, self._run(inputs))
+        return tuple(self._run(inputs))
 
 
 def _check_host(requires: Requirements, recipe: Mapping[str, Any]) -> None:
@@ -150,9 +149,3 @@ def _matches(expected: Sequence[int | None], actual: Sequence[int]) -> bool:
 
 def _shown(sizes: Iterable[int | None]) -> str:
     return "[" + ", ".join("any" if size is None else str(size) for size in sizes) + "]"
-
-
-def _in_order(names: Sequence[str | None], tensors: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """The graph's outputs: the program returns those that are tensors."""
-    remaining = iter(tensors)
-    return tuple(None if name is None else next(remaining) for name in names)
