@@ -13,6 +13,8 @@ from neffbuild.config.build import BuildConfig
 from neffbuild.config.errors import ConfigError
 from neffbuild.grid.shapes import DecodeShape, Family
 from neffbuild.models.architecture import SUPPORTED_DTYPES, LlamaArchitecture
+from neffbuild.models.eagle3 import Eagle3Draft
+from neffbuild.models.eagle3_architecture import Eagle3Architecture
 from neffbuild.models.llama import KVCache, LlamaDecoder
 
 
@@ -24,6 +26,17 @@ class StepInputs(NamedTuple):
     slot_mapping: Tensor
     block_table: Tensor
     query_lens: Tensor
+
+
+class DraftInputs(NamedTuple):
+    """The same of a draft, in the order `Eagle3Draft.forward` takes them."""
+
+    input_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    block_table: Tensor
+    query_lens: Tensor
+    auxiliary_hidden_states: Tensor
 
 
 def step_inputs(shape: DecodeShape, block_size: int) -> StepInputs:
@@ -38,6 +51,14 @@ def step_inputs(shape: DecodeShape, block_size: int) -> StepInputs:
         ),
         query_lens=torch.zeros(shape.num_seqs, dtype=torch.int32),
     )
+
+
+def draft_inputs(
+    shape: DecodeShape, block_size: int, auxiliary_size: int, dtype: torch.dtype
+) -> DraftInputs:
+    """The same for a draft's program; `auxiliary_size` and `dtype` are those of its auxiliary states."""
+    states = torch.zeros(shape.num_seqs, shape.query_len, auxiliary_size, dtype=dtype)
+    return DraftInputs(*step_inputs(shape, block_size), states)
 
 
 def block_table_width(context_len: int, block_size: int) -> int:
@@ -110,6 +131,33 @@ def build_decoder(config: BuildConfig, family: Family) -> LlamaDecoder:
         model_dtype(config),
         auxiliary_layers(config) or () if family is not Family.TARGET else (),
     )
+
+
+def build_draft(config: BuildConfig) -> Eagle3Draft:
+    """The config's EAGLE3 draft, parameters uninitialised.
+
+    Raises `ConfigError` for a draft the reference does not compute, or that does not fit the target.
+    """
+    assert config.draft_model is not None
+    eagle3 = Eagle3Architecture.from_configs(
+        config.draft_model.architecture,
+        LlamaArchitecture.from_config(config.model.architecture),
+        auxiliary_layers(config) or (),
+    )
+    return Eagle3Draft(eagle3, model_dtype(config), config.serve.num_speculative_tokens)
+
+
+def build_program(
+    config: BuildConfig, shape: DecodeShape
+) -> tuple[LlamaDecoder | Eagle3Draft, StepInputs | DraftInputs]:
+    """The model whose step a shape's program runs, and inputs of that shape. Raises as
+    `build_decoder` and `build_draft` do."""
+    block_size = config.serve.block_size
+    if shape.family is not Family.DRAFT:
+        return build_decoder(config, shape.family), step_inputs(shape, block_size)
+    draft = build_draft(config)
+    inputs = draft_inputs(shape, block_size, draft.eagle3.auxiliary_size, model_dtype(config))
+    return draft, inputs
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -81,9 +81,9 @@ class RotaryEmbedding(nn.Module):
 
 class Attention(nn.Module):
     """Grouped-query attention that writes this step's keys and values in place, then reads the context
-    back through the block table."""
+    back through the block table. `inputs` is the width of what queries, keys and values are made of."""
 
-    def __init__(self, architecture: LlamaArchitecture, dtype: torch.dtype) -> None:
+    def __init__(self, architecture: LlamaArchitecture, inputs: int, dtype: torch.dtype) -> None:
         super().__init__()
         hidden, bias = architecture.hidden_size, architecture.attention_bias
         self.head_dim = architecture.head_dim
@@ -91,9 +91,9 @@ class Attention(nn.Module):
         self.groups = architecture.num_attention_heads // self.kv_heads
         heads_width = architecture.num_attention_heads * self.head_dim
         kv_width = self.kv_heads * self.head_dim
-        self.q_proj = Linear(hidden, heads_width, bias, dtype)
-        self.k_proj = Linear(hidden, kv_width, bias, dtype)
-        self.v_proj = Linear(hidden, kv_width, bias, dtype)
+        self.q_proj = Linear(inputs, heads_width, bias, dtype)
+        self.k_proj = Linear(inputs, kv_width, bias, dtype)
+        self.v_proj = Linear(inputs, kv_width, bias, dtype)
         self.o_proj = Linear(heads_width, hidden, bias, dtype)
 
     def forward(
@@ -148,7 +148,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, architecture: LlamaArchitecture, dtype: torch.dtype) -> None:
         super().__init__()
         hidden, eps = architecture.hidden_size, architecture.rms_norm_eps
-        self.self_attn = Attention(architecture, dtype)
+        self.self_attn = Attention(architecture, hidden, dtype)
         self.mlp = MLP(architecture, dtype)
         self.input_layernorm = RMSNorm(hidden, eps, dtype)
         self.post_attention_layernorm = RMSNorm(hidden, eps, dtype)

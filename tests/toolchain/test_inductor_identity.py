@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
 import pytest
 from toolchain_samples import decode, speculative_build, tiny_build
 
 from neffbuild.config.errors import ConfigError, ToolchainRefusal
-from neffbuild.grid.shapes import Family, PrefillShape
+from neffbuild.config.model import ModelConfig
+from neffbuild.config.serve import SpeculativeConfig
+from neffbuild.grid.shapes import DECODE_FAMILIES, Family, PrefillShape
 from neffbuild.toolchain.inductor import InductorToolchain, cpu_level, findings, identity
 from neffbuild.toolchain.inductor.cpu_level import LEVELS
 from neffbuild.toolchain.inductor.identity import inductor_identity
@@ -175,16 +178,34 @@ def test_a_config_that_cannot_be_built_is_refused_with_its_reason(reason, change
         TOOLCHAIN.capture(type("U", (), {"config": config, "shape": decode(1)}))
 
 
-def test_target_programs_of_every_kind_are_built():
+def test_decode_programs_of_every_family_are_built():
     config = speculative_build([0, 1])
-    for family in (Family.TARGET, Family.TARGET_WITH_SPEC, Family.TARGET_WITHOUT_SPEC):
+    for family in DECODE_FAMILIES:
         assert TOOLCHAIN.refusal(config, decode(2, 3, family=family)) is None
 
 
-def test_draft_and_prefill_programs_are_refused_with_a_reason():
+def test_prefill_programs_are_refused_with_a_reason():
     config = speculative_build([0, 1])
     assert "decode programs only" in TOOLCHAIN.refusal(config, PrefillShape(Family.PREFILL, 512))
-    assert "no draft model" in TOOLCHAIN.refusal(config, decode(2, 3, family=Family.DRAFT))
+
+
+DRAFTS_REFUSED = {
+    "method is 'medusa'": {"serve": {"method": "medusa"}},
+    "quantization": {"serve": {"quantization": "fp8"}},
+    "parallel_drafting": {"serve": {"parallel_drafting": True}},
+    "draft_vocab_size": {"draft": {"draft_vocab_size": 257}},
+    "no reference draft": {"draft": {"architectures": ["MedusaModel"]}},
+    "layers [1, 1]": {"layers": [1, 1]},
+}
+
+
+@pytest.mark.parametrize(("reason", "change"), DRAFTS_REFUSED.items(), ids=DRAFTS_REFUSED)
+def test_speculation_that_cannot_be_built_is_refused_with_its_reason(reason, change):
+    config = speculative_build(change.get("layers", [0, 1]))
+    speculation = config.serve.speculative_config.model_dump() | change.get("serve", {})
+    serve = config.serve.model_copy(update={"speculative_config": SpeculativeConfig(**speculation)})
+    draft = ModelConfig("draft", {**config.draft_model.architecture, **change.get("draft", {})})
+    assert reason in TOOLCHAIN.refusal(replace(config, serve=serve, draft_model=draft))
 
 
 def test_doctor_says_what_is_missing(host, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from neffbuild.config.build import BuildConfig, ToolchainConfig
@@ -30,6 +31,12 @@ TINY_ARCHITECTURE = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     },
+}
+
+DRAFT_ARCHITECTURE = TINY_ARCHITECTURE | {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "num_hidden_layers": 1,
+    "draft_vocab_size": 64,
 }
 
 
@@ -61,10 +68,8 @@ def speculative_build(auxiliary_layers: list[int], **changes: Any) -> BuildConfi
     base = tiny_build(
         serve={"speculative_config": speculative} | changes.pop("serve", {}), **changes
     )
-    draft = ModelConfig("draft", {"eagle_aux_hidden_state_layer_ids": auxiliary_layers})
-    return BuildConfig(
-        base.source, base.serve, base.model, draft_model=draft, toolchain=base.toolchain
-    )
+    architecture = DRAFT_ARCHITECTURE | {"eagle_aux_hidden_state_layer_ids": auxiliary_layers}
+    return replace(base, draft_model=ModelConfig("draft", architecture))
 
 
 def decode(

@@ -17,10 +17,9 @@ from neffbuild.config.errors import ToolchainRefusal
 from neffbuild.grid.shapes import DecodeShape
 from neffbuild.models.decode import (
     allocate_kv_caches,
-    build_decoder,
+    build_program,
     mark_num_blocks_symbolic,
     model_dtype,
-    step_inputs,
 )
 from neffbuild.toolchain.base import Captured
 from neffbuild.toolchain.graph_digest import graph_digest
@@ -55,13 +54,12 @@ def capture_unit(config: BuildConfig, shape: DecodeShape) -> Captured:
     Weights and KV pool are allocated without being touched, so a model needs no memory for being
     captured. Raises `ConfigError` for a model or dtype the reference decoder does not compute.
     """
-    model = build_decoder(config, shape.family)
-    block_size = config.serve.block_size
+    model, inputs = build_program(config, shape)
     kv_caches = allocate_kv_caches(
         model.architecture,
         model_dtype(config),
         _EXAMPLE_NUM_BLOCKS,
-        block_size,
+        config.serve.block_size,
         allocate=torch.empty,
     )
     mark_num_blocks_symbolic(kv_caches)
@@ -73,7 +71,7 @@ def capture_unit(config: BuildConfig, shape: DecodeShape) -> Captured:
 
     step = torch.compile(one_shape_callable(model), backend=backend, dynamic=False, fullgraph=True)
     with torch.no_grad(), suppress(_Stop):
-        step(*step_inputs(shape, block_size), kv_caches)
+        step(*inputs, kv_caches)
     [(module, example_inputs)] = received
     return capture_graph(module, example_inputs, model.output_names)
 

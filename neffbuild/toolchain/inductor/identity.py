@@ -25,6 +25,8 @@ _PACKAGE = Path(__file__).parents[2]
 _SOURCES = (
     "models/architecture.py",
     "models/decode.py",
+    "models/eagle3.py",
+    "models/eagle3_architecture.py",
     "models/llama.py",
     "toolchain/inductor/capture.py",
     "toolchain/inductor/compile.py",

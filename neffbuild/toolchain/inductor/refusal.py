@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import platform
 
+from neffbuild.cache.serve_options import auxiliary_layers
 from neffbuild.config.build import BuildConfig
 from neffbuild.config.errors import ConfigError
-from neffbuild.grid.shapes import DecodeShape, Family, Shape
+from neffbuild.grid.shapes import DecodeShape, Shape
 from neffbuild.models.architecture import SUPPORTED_DTYPES, LlamaArchitecture
+from neffbuild.models.eagle3_architecture import Eagle3Architecture
 from neffbuild.toolchain.inductor.identity import (
     inductor_identity,
     planned_versions,
@@ -19,6 +21,9 @@ _PARALLEL_SIZES = (
     "pipeline_parallel_size",
     "decode_context_parallel_size",
 )
+METHOD = "eagle3"
+# Under these a draft's programs are other ones.
+_DRAFT_VARIATIONS = ("quantization", "parallel_drafting", "kv_cache_dtype")
 
 
 def config_refusal(config: BuildConfig) -> str | None:
@@ -37,10 +42,31 @@ def config_refusal(config: BuildConfig) -> str | None:
     if serve.dtype not in SUPPORTED_DTYPES:
         return f"inductor builds {' and '.join(SUPPORTED_DTYPES)} models: dtype is {serve.dtype!r}"
     try:
-        LlamaArchitecture.from_config(config.model.architecture)
+        target = LlamaArchitecture.from_config(config.model.architecture)
         inductor_identity(config)
+        return _speculation_refusal(config, target)
     except ConfigError as error:
         return error.message
+
+
+def _speculation_refusal(config: BuildConfig, target: LlamaArchitecture) -> str | None:
+    """Raises `ConfigError` for a draft that the reference model does not compute."""
+    speculation = config.serve.speculative_config
+    if speculation is None:
+        return None
+    if speculation.method != METHOD or config.draft_model is None:
+        return (
+            f"inductor builds speculation by {METHOD} with a draft model only: "
+            f"speculative_config.method is {speculation.method!r}"
+        )
+    for name in _DRAFT_VARIATIONS:
+        if value := (speculation.model_extra or {}).get(name):
+            return (
+                f"inductor has no draft with speculative_config.{name}: it is {value!r}, unset it"
+            )
+    Eagle3Architecture.from_configs(
+        config.draft_model.architecture, target, auxiliary_layers(config) or ()
+    )
     return None
 
 
@@ -48,11 +74,6 @@ def shape_refusal(shape: Shape) -> str | None:
     """Why one shape of a config that can be built cannot."""
     if not isinstance(shape, DecodeShape):
         return f"inductor builds decode programs only, {shape.bucket_name} is a {shape.family} one"
-    if shape.family is Family.DRAFT:
-        return (
-            f"inductor has no draft model to build {shape.bucket_name} from: its reference model is "
-            "the target's"
-        )
     return None
 
 
