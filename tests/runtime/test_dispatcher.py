@@ -188,7 +188,7 @@ def test_another_model_is_refused(served):
     loader = loader_of(
         served, config_manifest(served.config, served.store), architecture=architecture
     )
-    with pytest.raises(ToolchainRefusal, match="another model.*rope_theta"):
+    with pytest.raises(ToolchainRefusal, match=r"another model.*rope_theta"):
         loader.load(samples.shape(1, 128))
 
 

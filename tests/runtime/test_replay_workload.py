@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import jsonschema
@@ -64,9 +65,7 @@ def test_rows_stay_below_the_limit_and_grow_by_one(path, steps):
     assert len(taken) == steps
     contexts = [[row.num_computed_tokens for row in step.rows] for step in taken]
     assert all(0 < n <= bucketer.max_model_len - 2 for rows in contexts for n in rows)
-    grown = sum(
-        now == [n + 1 for n in before] for before, now in zip(contexts, contexts[1:], strict=False)
-    )
+    grown = sum(now == [n + 1 for n in before] for before, now in pairwise(contexts))
     # All but the step from one stretch to the next.
     assert steps - 1 - grown <= len({len(rows) for rows in contexts}) * len(
         bucketer.decode[bucketer.families[0]].context_len.rungs
