@@ -107,5 +107,4 @@ def _fork_supervisor(control: socket.socket, farm: Connection, toolchain: Toolch
 
 def _tidy(supervisors: set[int]) -> None:
     """Reap supervisors that ended; end what a supervisor that was killed has left to this process."""
-    supervisors.difference_update(processes.reap())
     supervisors.difference_update(processes.end_descendants(0, spared=supervisors))

@@ -19,7 +19,7 @@ import pytest
 
 from neffbuild.cache.directory import DirectoryStore
 from neffbuild.farm.local import LocalExecutor
-from neffbuild.farm.outcomes import FarmStarted, UnitDeferred, UnitFinished, UnitResult
+from neffbuild.farm.outcomes import CauseKind, FarmStarted, UnitDeferred, UnitFinished, UnitResult
 from neffbuild.farm.worker import Busy, Job
 from neffbuild.toolchain.registry import load_toolchain
 
@@ -74,20 +74,69 @@ def test_a_farm_killed_at_any_moment_leaves_whole_entries_only(
     assert farmtools.check_store(folder) == count
 
 
-def test_the_next_farm_ends_compilers_that_nobody_watches(folder: Path) -> None:
+def wait_for_compilers(folder: Path, count: int) -> tuple[list[psutil.Process], psutil.Process]:
+    """The programs that `count` workers have started and wait for, and one of the workers."""
+    deadline = time.monotonic() + 20
+    while len(found := [p for p in farmtools.left_processes() if p.name() == "sleep"]) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found, psutil.Process(farmtools.journal(folder)[-1][1])
+
+
+def test_a_farm_that_is_killed_takes_long_compiles_with_it(folder: Path) -> None:
     farmtools.order(folder, seconds=300)
     with farmtools.start(folder, 2) as farm:
-        wait_for(farm, "UnitStarted")
-        deadline = time.monotonic() + 10
-        while len(compilers := [p for p in farmtools.left_processes() if p.name() == "sleep"]) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        for process in [psutil.Process(farm.pid), *farmtools.left_processes()]:
-            if process not in compilers:
-                process.kill()
-    assert all(compiler.is_running() for compiler in compilers)
+        wait_for_compilers(folder, 2)
+        farm.kill()
+    assert farmtools.becomes_empty(farmtools.left_processes, 5)
+    assert farmtools.becomes_empty(farmtools.left_folders, 5)
+
+
+def test_a_farm_killed_but_for_its_worker_and_compiler(folder: Path) -> None:
+    farmtools.order(folder, seconds=300)
+    with farmtools.start(folder, 1) as farm:
+        (compiler,), worker = wait_for_compilers(folder, 1)
+        supervisor = worker.parent()
+        assert supervisor is not None
+        server = supervisor.parent()
+        assert server is not None
+        for process in (psutil.Process(farm.pid), server, supervisor):
+            process.kill()
+    assert farmtools.becomes_empty(lambda: [worker] if worker.is_running() else [], 5)
+    # Nobody is left to end the compiler but the next farm.
+    assert compiler.is_running()
     farmtools.order(folder)
-    assert farmtools.run(folder, 2).counts["built"] == 2
+    assert farmtools.run(folder, 1).counts["built"] == 1
+    assert not farmtools.left_processes()
+
+
+@pytest.mark.parametrize("with_server", [False, True])
+def test_a_supervisor_killed_costs_its_unit_and_leaves_nothing(
+    folder: Path, with_server: bool
+) -> None:
+    # One process that `hang` starts leaves its group and its parent: the server alone can find it.
+    farmtools.order(folder, seconds=300, **({} if with_server else {"b1": "hang"}))
+    count = 1 if with_server else 3
+
+    def kill() -> None:
+        _, worker = wait_for_compilers(folder, count)
+        supervisor = worker.parent()
+        assert supervisor is not None
+        server = supervisor.parent()
+        assert server is not None
+        if with_server:
+            server.kill()
+        supervisor.kill()
+
+    killer = threading.Thread(target=kill, daemon=True)
+
+    def on_event(event: object) -> None:
+        if isinstance(event, FarmStarted):
+            killer.start()
+
+    (unit,) = farmtools.run(folder, 1, on_event=on_event).units
+    assert unit.cause is not None
+    assert unit.cause.kind is CauseKind.LOST_WORKER
     assert not farmtools.left_processes()
 
 
@@ -213,22 +262,24 @@ def race(folder: Path, *, kill_winner: bool) -> tuple[list[UnitResult], float]:
 
 
 def test_two_farms_share_a_grid(folder: Path) -> None:
-    farmtools.order(folder, seconds=0.1)
+    count = 10
+    farmtools.order(folder, seconds=0.5)
     deferred: list[str] = []
 
     def on_event(event: object) -> None:
         if isinstance(event, UnitDeferred):
-            assert f"process {os.getpid()}" not in event.reason
+            assert "is locked by process" in event.reason
             deferred.append(event.unit.shape.bucket_name)
 
-    with farmtools.start(folder, 20) as other:
-        wait_for(other, "FarmStarted")
-        mine = farmtools.run(folder, 20, on_event=on_event)
+    with farmtools.start(folder, count) as other:
+        wait_for_compilers(folder, 2)
+        mine = farmtools.run(folder, count, on_event=on_event)
         theirs = json.loads(other.communicate(timeout=20)[0])
-    assert len(farmtools.journal(folder)) == 20  # no unit was compiled twice
-    assert mine.counts["built"] + theirs["counts"]["built"] == 20
-    assert mine.counts["built"] >= 5
-    assert theirs["counts"]["built"] >= 5
+    assert deferred  # it did not wait where there was other work
+    assert len(farmtools.journal(folder)) == count  # no unit was compiled twice
+    assert mine.counts["built"] + theirs["counts"]["built"] == count
+    assert mine.counts["built"] > 0
+    assert theirs["counts"]["built"] > 0
     assert mine.counts["failed"] == theirs["counts"]["failed"] == 0
 
 

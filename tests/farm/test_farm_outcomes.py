@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from pathlib import Path
 
 import farmtools
@@ -14,7 +15,7 @@ import pytest
 from neffbuild.cache.directory import DirectoryStore
 from neffbuild.cache.records import read_failures, read_runs
 from neffbuild.config.errors import ToolchainRefusal
-from neffbuild.farm.outcomes import CauseKind, Outcome, UnitFinished
+from neffbuild.farm.outcomes import CauseKind, Outcome, UnitFinished, UnitStarted
 
 EXPECTED = {
     "raise": (CauseKind.COMPILER_ERROR, "ValueError: operand 3 has no layout"),
@@ -92,16 +93,22 @@ def test_retries_end(folder: Path) -> None:
 
 
 def test_a_timeout_ends_the_tree_and_frees_the_lock(folder: Path) -> None:
-    # The compiler ignores SIGTERM and has left a process that is in another session; that nothing
-    # of it survives is checked when the folder fixture ends.
-    farmtools.order(folder, b2="hang")
-    result = farmtools.run(folder, 4, timeout=0.3)
+    # The compiler ignores SIGTERM and has left processes, one of them in another session.
+    farmtools.order(folder, seconds=0.1, b2="hang")
+    left: list[str] = []
+
+    def on_event(event: object) -> None:
+        # At once, not only when the farm ends.
+        if isinstance(event, UnitFinished) and event.result.outcome is Outcome.FAILED:
+            left.extend(p.name() for p in farmtools.left_processes() if "300" in p.cmdline())
+
+    result = farmtools.run(folder, 4, timeout=0.8, on_event=on_event)
     hung = result.units[1]
     assert hung.cause is not None
     assert hung.cause.kind is CauseKind.TIMEOUT
-    assert "0.3 s" in hung.cause.text
+    assert "0.8 s" in hung.cause.text
     assert result.counts["built"] == 3
-    assert not farmtools.left_processes()
+    assert not left
     farmtools.order(folder)
     assert farmtools.run(folder, 4).counts["built"] == 1
 
@@ -122,6 +129,11 @@ def test_what_a_compiler_leaves_running_is_ended(folder: Path) -> None:
     farmtools.order(folder, b1="leave_a_daemon")
     assert farmtools.run(folder, 1).counts["built"] == 1
     assert not farmtools.left_processes()
+
+
+def test_a_compiler_may_have_a_daemon_while_it_runs(folder: Path) -> None:
+    farmtools.order(folder, b1="wait_for_a_daemon")
+    assert farmtools.run(folder, 1).counts["built"] == 1
 
 
 def test_a_flood_of_output_is_bounded(folder: Path) -> None:
@@ -149,8 +161,14 @@ def test_workers_see_the_keyed_environment_and_the_passed_list(
     shown = dict(re.findall(r"^([A-Z_]+)=(.*)$", unit.log.read_text(), re.MULTILINE))
     passed = {"PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR"} & os.environ.keys()
     fixed = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONHASHSEED"}
-    assert shown.keys() - {"LC_CTYPE"} == passed | fixed | {"HOSTILE_KEYED", "TMPDIR"}
+    assert shown.keys() - {"LC_CTYPE", "OOM_SCORE_ADJ", "GETTEMPDIR"} == passed | fixed | {
+        "HOSTILE_KEYED",
+        "TMPDIR",
+    }
     assert shown["HOSTILE_KEYED"] == "yes"
+    # Where memory runs out, the kernel takes a compile and not the farm.
+    assert shown["OOM_SCORE_ADJ"] == "500"
+    assert shown["GETTEMPDIR"] == shown["TMPDIR"]
     assert shown["TMPDIR"].startswith(os.environ["TMPDIR"] + "/neffbuild-farms")
 
 
@@ -177,10 +195,14 @@ def test_an_error_in_the_caller_ends_the_farm(folder: Path) -> None:
     farmtools.order(folder, seconds=30)
 
     def on_event(event: object) -> None:
-        raise BrokenPipeError
+        if isinstance(event, UnitStarted):
+            assert farmtools.becomes_empty(lambda: [] if (folder / "journal").exists() else [0])
+            raise BrokenPipeError
 
+    began = time.monotonic()
     with pytest.raises(BrokenPipeError):
         farmtools.run(folder, 4, on_event=on_event)
+    assert time.monotonic() - began < 10
     assert not farmtools.left_processes()
 
 
@@ -193,6 +215,9 @@ def test_units_finish_in_the_caller_as_they_finish(folder: Path) -> None:
             stored = farmtools.check_store(folder)
             finished.append(event.unit.shape.bucket_name)
             assert stored >= len(finished) - 1
+            # Its scratch is gone as well: a grid's would not fit on the disk.
+            (farm,) = (path for path in farmtools.left_folders() if path.is_dir())
+            assert not list(farm.glob(f"{event.unit.key[:8]}*"))
 
     result = farmtools.run(folder, 6, on_event=on_event)
     assert sorted(finished) == sorted(unit.bucket_name for unit in result.units)

@@ -2,7 +2,7 @@
 
 It writes files instead of compiling, and misbehaves where the file `serve.control` of a unit's config
 says so: `behaviour` maps bucket names to what `compile` does, `seconds` is how long each takes. What
-it says can change between two runs, the keys do not.
+it says can change between two runs, the keys do not. Without the option it behaves.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -43,7 +44,7 @@ class HostileToolchain:
 
     name = "hostile"
     capabilities = Capabilities(QueryLenSupport.VARLEN, frozenset(KVGroup))
-    preload: tuple[str, ...] = ("http.client",)
+    preload: tuple[str, ...] = ("leaves_traces",)
 
     def identity(self, config: BuildConfig) -> ToolchainIdentity:
         return ToolchainIdentity(
@@ -72,14 +73,16 @@ class HostileToolchain:
     def compile(
         self, unit: Unit, captured: Captured, scratch: Path, *, shared: Path | None = None
     ) -> Artifact:
-        control = Path((unit.config.serve.model_extra or {})["control"])
-        with control.with_name("journal").open("a") as journal:
-            journal.write(f"{unit.shape.bucket_name} {os.getpid()}\n")
-        orders = json.loads(control.read_text())
+        orders: dict[str, Any] = {"seconds": 0, "behaviour": {}}
+        control = (unit.config.serve.model_extra or {}).get("control")
+        if control is not None:
+            self._control = Path(control)
+            with self._control.with_name("journal").open("a") as journal:
+                journal.write(f"{unit.shape.bucket_name} {os.getpid()}\n")
+            orders = json.loads(self._control.read_text())
         behaviour = orders["behaviour"].get(unit.shape.bucket_name)
         if behaviour is not None:
             sys.stdout.write(f"about to {behaviour}\n")
-            self._control = control
             getattr(self, f"_{behaviour}")(scratch)
         if behaviour == "no_file":
             return Artifact({})
@@ -150,6 +153,16 @@ class HostileToolchain:
         subprocess.Popen(["setsid", "sleep", "300"])
         threading.Thread(target=time.sleep, args=(300,)).start()
 
+    def _wait_for_a_daemon(self, scratch: Path) -> None:
+        """As compilers with a resident helper do; this one has lost its parent when it answers."""
+        answer = scratch / "answer"
+        subprocess.run(["sh", "-c", f"setsid sh -c 'sleep 1.5; touch {answer}' &"], check=True)
+        deadline = time.monotonic() + 10
+        while not answer.exists():
+            if time.monotonic() > deadline:
+                raise ValueError("no answer from the daemon")
+            time.sleep(0.05)
+
     def _flood(self, scratch: Path) -> None:
         subprocess.run(["sh", "-c", "echo first; yes | head -c 200000000; echo last"], check=True)
         raise ValueError("after the flood")
@@ -160,6 +173,9 @@ class HostileToolchain:
     def _show_environment(self, scratch: Path) -> None:
         for name, value in sorted(os.environ.items()):
             sys.stdout.write(f"{name}={value}\n")
+        score = Path("/proc/self/oom_score_adj").read_text().strip()
+        sys.stdout.write(f"OOM_SCORE_ADJ={score}\n")
+        sys.stdout.write(f"GETTEMPDIR={tempfile.gettempdir()}\n")
         raise ValueError("shown")
 
 
