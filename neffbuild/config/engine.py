@@ -86,8 +86,7 @@ def resolve_max_model_len(given: int | None, model: ModelConfig, findings: Findi
             return 0
         findings.note(f"{path} is not set: {default}, from the model's config.json")
         return default
-    trained = model.text.get("model_max_length")
-    if longest is not None and given > max(longest, trained if isinstance(trained, int) else 0):
+    if longest is not None and given > longest:
         if os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1":
             findings.note(
                 f"{path} {given} is beyond the model's {longest} positions, as allowed by "

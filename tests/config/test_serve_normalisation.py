@@ -245,7 +245,13 @@ def test_dtype(
     workspace.write_model("model", {**MODEL, "torch_dtype": stated})
     config = workspace.load({"dtype": given_dtype})
     assert config.serve.dtype == dtype
-    assert any("dtype" in note for note in config.notes) is noted
+    notes = [note for note in config.notes if "dtype" in note]
+    assert len(notes) == noted
+    if noted:
+        expected = (
+            "states no dtype" if stated is None else f"a {stated} model is served in bfloat16"
+        )
+        assert expected in notes[0]
 
 
 def test_a_model_that_overflows_in_float16(workspace: Workspace) -> None:
@@ -265,6 +271,11 @@ def test_a_length_beyond_the_model_needs_vllms_own_switch(
     config = workspace.load({"max_model_len": 9000})
     assert config.serve.max_model_len == 9000
     assert any("VLLM_ALLOW_LONG_MAX_MODEL_LEN=1" in note for note in config.notes)
+
+
+@pytest.mark.parametrize("fitted", [-1, "-1", "auto", "Auto"])
+def test_a_length_fitted_to_memory_must_be_pinned(workspace: Workspace, fitted: Any) -> None:
+    assert "pin the length" in (workspace.refused({"max_model_len": fitted}).hint or "")
 
 
 def test_length_from_the_model(workspace: Workspace) -> None:
@@ -293,20 +304,30 @@ def test_a_misspelled_bucket_list_is_noted(workspace: Workspace) -> None:
 
 
 def test_other_engine_options_pass_through(workspace: Workspace) -> None:
-    serve = workspace.load(
+    config = workspace.load(
         {
             "additional_config": {"encoder_neuron_config": {"a": "1"}, "neuron_config": {"b": "2"}},
             "kv_cache_memory_bytes": "2g",
             "served_model_name": "x",
             "chat_template": "{% if x %}",
+            "enforce_eager": True,
+            "pt_load_map_location": "cpu",
+            "hf_overrides": "a.callable",
+            "unlike_anything": 1,
         }
-    ).serve
+    )
+    assert config.notes == ()
+    serve = config.serve
     assert serve.additional_config.model_extra == {"encoder_neuron_config": {"a": 1}}
     assert serve.neuron_config.model_extra == {"b": 2}
     assert serve.model_extra == {
         "kv_cache_memory_bytes": 2 * 10**9,
         "served_model_name": ["x"],
         "chat_template": "{% if x %}",
+        "enforce_eager": True,
+        "pt_load_map_location": "cpu",
+        "hf_overrides": "a.callable",
+        "unlike_anything": 1,
     }
 
 
@@ -319,7 +340,9 @@ def test_short_speculation_options(workspace: Workspace) -> None:
 
 
 def test_the_old_interleave_option(workspace: Workspace) -> None:
-    serve = workspace.load({"dcp_kv_cache_interleave_size": 16}).serve
+    renamed = workspace.load({"dcp_kv_cache_interleave_size": 16})
+    assert renamed.notes == ()
+    serve = renamed.serve
     assert serve == workspace.load({"cp_kv_cache_interleave_size": 16}).serve
     assert workspace.load({"dcp_kv_cache_interleave_size": 1}).serve == workspace.load().serve
     both = {"dcp_kv_cache_interleave_size": 16, "cp_kv_cache_interleave_size": 8}
@@ -363,6 +386,8 @@ def test_hf_config_path_leads_to_the_architecture(workspace: Workspace) -> None:
     workspace.write_model("elsewhere", {**DRAFT, "max_position_embeddings": 4096})
     config = workspace.load({"model": "s3://weights/model", "hf_config_path": "elsewhere"})
     assert config.model.architecture["num_hidden_layers"] == 1
+    error = workspace.refused({"hf_config_path": "nowhere"})
+    assert (error.field, error.value) == ("serve.hf_config_path", "nowhere")
 
 
 @pytest.mark.parametrize(
