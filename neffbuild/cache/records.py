@@ -104,9 +104,15 @@ def last_wall_seconds(store: Store, keys: Collection[str]) -> float:
 
 
 def write_pointer(store: Store, config: str, manifest: str) -> None:
-    """Remember which manifest (digest) belongs to a serve config (digest)."""
+    """Remember which manifest (digest) belongs to a serve config (digest). Nothing is written where
+    that is known already: a cache that cannot be written but has everything is good to work with."""
     pointer = {"schema": "neffbuild.pointer/1", "manifest": manifest}
-    _update(store, _pointer_name(config), lambda _: pointer)
+    data = canonical_json(pointer)
+    _update(
+        store,
+        _pointer_name(config),
+        lambda current: None if current is not None and current.data == data else pointer,
+    )
 
 
 def read_pointer(store: Store, config: str) -> str | None:

@@ -6,6 +6,7 @@ whole, wherever either side is interrupted; a repeated transfer copies only what
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from neffbuild.cache.catalog import (
 )
 from neffbuild.cache.directory import DirectoryStore
 from neffbuild.cache.entry import Entry
+from neffbuild.cache.files import says_unwritable
 from neffbuild.cache.index import Index, platform_text
 from neffbuild.cache.manifest import Manifest
 from neffbuild.cache.records import note_sequence, seen_sequence, write_pointer
@@ -39,6 +41,8 @@ WORKERS = 8
 
 Progress = Callable[[int, int], None]
 """(bytes copied so far, bytes to copy in all); called from any thread, one call at a time."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,15 @@ def push(
         sign=sign,
         expires=expires,
     )
-    note_sequence(local, remote.url, ref.name, ref.tag, statement.sequence)
+    try:
+        note_sequence(local, remote.url, ref.name, ref.tag, statement.sequence)
+    except StoreError as error:
+        # The push is done: a local cache that can only be read must not make it look failed.
+        if not says_unwritable(error):
+            raise
+        _log.warning(
+            "the tag's sequence could not be remembered", extra={"fields": {"cause": error.message}}
+        )
     return Pushed(statement.index, digest, statement, len(absent), sum(absent.values()))
 
 

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 @options.cache_option
 @click.option("--workers", type=click.IntRange(min=1), help="Units compiled at once.")
 @click.option("--only", metavar="GLOB", help="Only units whose bucket name matches.")
-@click.option("--limit", type=click.IntRange(min=1), help="Compile at most this many units.")
+@click.option(
+    "--limit", type=click.IntRange(min=1), help="Compile at most this many of the missing units."
+)
 @options.json_option
 def command(
     words: tuple[str, ...],
@@ -41,6 +43,7 @@ def command(
     A unit is stored as soon as it is built: interrupt a run and the next one goes on from there. One
     Ctrl-C finishes the units that are running, a second one ends them.
     """
+    from neffbuild.cache.plan import store_plan_manifest
     from neffbuild.report.rows import run_document
     from neffbuild.report.text import report_text
     from neffbuild.toolchain.planning import plan_config
@@ -53,21 +56,29 @@ def command(
     store = options.local_store(config)
     plan = plan_config(config, toolchain, store)
     chosen = _chosen(plan, only)
-    missing = [unit for unit in chosen if unit.status.value == "missing"][:limit]
+    missing = [unit for unit in chosen if unit.status.value == "missing"]
     _refuse_unresolved(chosen)
 
-    run = _compile(plan, missing, toolchain, store, workers) if missing else None
-    _write_manifest(plan, store)
-    rows = _rows(chosen, run, store)
+    run = _compile(plan, missing[:limit], toolchain, store, workers) if missing else None
+    store_plan_manifest(plan, store)
+    put_off = {unit.key for unit in missing[len(missing[:limit]) :]}
+    rows = _rows([unit for unit in chosen if unit.key not in put_off], run, store)
+    failed = [row for row in rows if row.outcome not in ("built", "cached")]
     if as_json:
         output.print_json(run_document(rows, run.wall_seconds if run else 0.0))
     elif run is None:
-        click.echo(f"nothing to do: all {len(rows)} units are cached in {store.url}")
+        output.write(f"nothing to do: all {len(rows)} units are cached in {store.url}")
     else:
-        click.echo(report_text(rows))
+        output.write(report_text(rows))
+        output.write(f"cache: {store.url}")
+        again = f"neffbuild compile {options.config_words(words, cache)}"
+        if failed:
+            output.write(f"{len(failed)} units are not compiled; try them again: {again}")
+        elif put_off:
+            output.write(f"{len(put_off)} more units are missing; next: {again}")
     if run is not None and run.interrupted:
-        return 130
-    return 1 if any(row.outcome not in ("built", "cached") for row in rows) else 0
+        return output.INTERRUPTED
+    return 1 if failed else 0
 
 
 def _chosen(plan: Plan, only: str | None) -> list[PlannedUnit]:
@@ -106,6 +117,13 @@ def _compile(
     from neffbuild.farm.run import compile_units
     from neffbuild.toolchain.base import Unit
 
+    # Both would come out with the first unit, for each unit again and after its whole compile.
+    if reason := toolchain.host_refusal(plan.config):
+        raise ToolchainRefusal(
+            reason, hint="compile on another host, or pull what was compiled there"
+        )
+    with store.scratch_folder():
+        pass
     farm = plan.config.farm
     if workers is not None:
         farm = farm.model_copy(update={"workers": workers})
@@ -118,12 +136,6 @@ def _compile(
         return compile_units(
             units, toolchain, store, farm, logs=store.root / "logs", on_event=on_event
         )
-
-
-def _write_manifest(plan: Plan, store: DirectoryStore) -> None:
-    from neffbuild.cache.plan import store_plan_manifest
-
-    store_plan_manifest(plan, store)
 
 
 def _rows(

@@ -70,7 +70,7 @@ def command(words: tuple[str, ...], cache: Path | None, as_json: bool) -> int:
     if as_json:
         output.print_json(document)
     else:
-        click.echo(_text(document))
+        output.write(_text(document))
     return 0
 
 

@@ -12,7 +12,10 @@ class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = getattr(record, "fields", {})
         pairs = "".join(f" {name}={_quoted(value)}" for name, value in fields.items())
-        return f"{record.levelname.lower()}: {record.getMessage()}{pairs}"
+        lines = [f"{record.levelname.lower()}: {record.getMessage()}{pairs}"]
+        if record.exc_info:
+            lines.append(self.formatException(record.exc_info))
+        return "\n".join(lines)
 
 
 class _Json(logging.Formatter):
@@ -23,6 +26,7 @@ class _Json(logging.Formatter):
                 "level": record.levelname.lower(),
                 "event": record.getMessage(),
                 **getattr(record, "fields", {}),
+                **({"traceback": self.formatException(record.exc_info)} if record.exc_info else {}),
             },
             default=str,
         )

@@ -6,8 +6,11 @@ Commands are imported only when they run, so `--help` costs nothing of theirs.
 from __future__ import annotations
 
 import importlib
-import os
+import logging
 import sys
+import traceback
+from io import TextIOWrapper
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -16,6 +19,7 @@ from neffbuild import __version__
 from neffbuild.cli import logs, output
 from neffbuild.config.errors import ConfigError, NeffbuildError
 
+_log = logging.getLogger(__name__)
 _COMMANDS = {
     "plan": "What a serve config needs compiled, and what the cache already has.",
     "compile": "Compile what is missing into the local cache.",
@@ -73,20 +77,29 @@ def cli(log_level: str, log_format: str) -> None:
 
 def main() -> NoReturn:
     """Entry point of the console script; never returns, never shows a user a traceback."""
-    json_wanted = "--json" in _own_arguments(sys.argv[1:])
+    arguments = sys.argv[1:]
+    json_wanted = "--json" in _own_arguments(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            # A terminal or log that cannot show an arrow shows its escape; JSON strings mean the same.
+            stream.reconfigure(errors="backslashreplace")
     try:
-        status = cli(standalone_mode=False)
-    except click.exceptions.Abort:
-        status = 130
+        # Not `cli.main`: it takes any broken pipe, a compiler's or a store's, for that of the output.
+        with cli.make_context("neffbuild", arguments) as context:
+            status = cli.invoke(context)
+    except click.exceptions.Exit as ended:
+        status = ended.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        output.remark(error.format_message())
+        status = 2
     except click.ClickException as error:
-        status = _fail(_usage_error(error), json_wanted)
+        status = _fail(_usage_error(error, arguments), json_wanted)
     except NeffbuildError as error:
         status = _fail(error, json_wanted)
-    except BrokenPipeError:
-        # The reader of our standard output went away (`neffbuild plan … | head`): not an error, and
-        # the interpreter must not complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 0
+    except (KeyboardInterrupt, click.exceptions.Abort):
+        status = output.INTERRUPTED
+    except Exception as error:
+        status = _fail(_internal_error(error), json_wanted, status=output.INTERNAL)
     sys.exit(status if isinstance(status, int) else 0)
 
 
@@ -95,20 +108,50 @@ def _own_arguments(arguments: list[str]) -> list[str]:
     return arguments[: arguments.index("--")] if "--" in arguments else arguments
 
 
-def _usage_error(error: click.ClickException) -> NeffbuildError:
-    hint: str | None = None
+def _usage_error(error: click.ClickException, arguments: list[str]) -> NeffbuildError:
     context: Any = getattr(error, "ctx", None)
-    if context is not None:
-        hint = f"see `{context.command_path} --help`"
-    return ConfigError(error.format_message(), hint=hint)
+    if context is None:
+        return ConfigError(error.format_message())
+    hint = f"see `{context.command_path} --help`"
+    option = getattr(error, "option_name", None)
+    if context.parent is None and option in ("--json", "--cache"):
+        return ConfigError(
+            f"{option} stands before the command",
+            field=option,
+            hint=f"write it after: `neffbuild COMMAND … {option}`",
+        )
+    if "vllm" in arguments and "--" not in arguments:
+        hint = "put `--` before a `vllm serve …` command line"
+    return ConfigError(error.format_message(), field=_parameter(error), hint=hint)
 
 
-def _fail(error: NeffbuildError, json_wanted: bool) -> int:
-    if json_wanted:
-        output.print_json(output.error_document(error))
-    else:
-        click.echo(output.error_text(error), err=True)
-    return error.exit_status
+def _parameter(error: click.ClickException) -> str | None:
+    """The option or argument that a usage error is about, as it is spelled on the command line."""
+    option: str | None = getattr(error, "option_name", None)
+    if option is None and (parameter := getattr(error, "param", None)) is not None:
+        option = parameter.opts[0]
+    return option
+
+
+def _internal_error(error: Exception) -> NeffbuildError:
+    _log.debug("the traceback:", exc_info=error)
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return NeffbuildError(
+        f"internal error, {type(error).__name__}: {error} ({Path(frame.filename).name}, "
+        f"line {frame.lineno})",
+        hint="this is a bug in neffbuild or in a toolchain; `neffbuild --log-level debug …` shows where",
+    )
+
+
+def _fail(error: NeffbuildError, json_wanted: bool, status: int | None = None) -> int:
+    try:
+        if json_wanted:
+            output.print_json(output.error_document(error))
+        else:
+            output.remark(output.error_text(error))
+    except NeffbuildError as unwritten:
+        output.remark(output.error_text(unwritten))
+    return error.exit_status if status is None else status
 
 
 if __name__ == "__main__":

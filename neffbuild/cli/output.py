@@ -1,19 +1,51 @@
-"""What commands print: JSON documents and errors."""
+"""What commands print: results and JSON documents on stdout, errors and remarks on stderr."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import sys
 from collections.abc import Mapping
-from typing import Any
-
-import click
+from typing import Any, TextIO
 
 from neffbuild.config.errors import NeffbuildError
+
+INTERRUPTED = 130
+"""Exit status of a command that was interrupted, as of any program."""
+INTERNAL = 70
+"""Exit status of a bug, so that nobody takes it for a unit that failed."""
+
+
+def write(text: str) -> None:
+    """A command's result on stdout.
+
+    A reader that went away (`neffbuild plan … | head`) has seen what it wanted: the command goes on
+    and its exit status stands. Raises `NeffbuildError` when the text cannot be written for another
+    reason (a full disk behind a redirection).
+    """
+    try:
+        _put(sys.stdout, text)
+    except BrokenPipeError:
+        _discard(sys.stdout)
+    except OSError as error:
+        _discard(sys.stdout)
+        raise NeffbuildError(
+            f"cannot write the result to standard output: {error.strerror}"
+        ) from error
+
+
+def remark(text: str) -> None:
+    """A line on stderr. What cannot be written there is lost and stops nothing."""
+    try:
+        _put(sys.stderr, text)
+    except OSError:
+        _discard(sys.stderr)
 
 
 def print_json(document: Mapping[str, Any]) -> None:
     """One JSON document on stdout."""
-    click.echo(json.dumps(document, indent=2, ensure_ascii=False))
+    write(json.dumps(document, indent=2, ensure_ascii=False))
 
 
 def error_document(error: NeffbuildError) -> dict[str, Any]:
@@ -36,6 +68,18 @@ def error_text(error: NeffbuildError) -> str:
     if error.hint:
         lines.append(f"  hint: {error.hint}")
     return "\n".join(lines)
+
+
+def _put(stream: TextIO | None, text: str) -> None:
+    if stream is not None:  # closed by who started us: nobody listens
+        stream.write(f"{text}\n")
+        stream.flush()
+
+
+def _discard(stream: TextIO) -> None:
+    """Send the rest nowhere: the interpreter flushes what is left at exit and would complain again."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _plain(value: object) -> Any:

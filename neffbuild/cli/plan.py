@@ -35,37 +35,49 @@ def command(
 
     config = options.only_config(words, cache)
     toolchain = load_toolchain(config.toolchain.name)
-    plan = plan_config(config, toolchain, options.local_store(config))
+    store = options.local_store(config)
+    plan = plan_config(config, toolchain, store)
+    refusal = toolchain.refusal(config)
     if as_json:
-        output.print_json(plan_document(plan))
+        output.print_json(plan_document(plan, refusal))
     else:
-        click.echo(plan_text(plan, _SHOWN if not show_all else len(plan.units)))
+        output.write(plan_text(plan, store.url, len(plan.units) if show_all else _SHOWN))
+        if refusal:
+            output.write(f"to plan with only: {refusal}")
+        elif plan.counts["missing"]:
+            output.write(f"next: neffbuild compile {options.config_words(words, cache)}")
     incomplete = plan.counts["missing"] + plan.counts["unresolved"]
     return 1 if check and incomplete else 0
 
 
-def plan_document(plan: Plan) -> dict[str, Any]:
-    """The `neffbuild.plan/1` document."""
-    identity = plan.identity.document()
+def plan_document(plan: Plan, refusal: str | None) -> dict[str, Any]:
+    """The `neffbuild.plan/1` document; `refusal` is why the toolchain cannot build the config."""
+    identity = plan.identity
     return {
         "schema": "neffbuild.plan/1",
         "toolchain": {
-            name: identity[name]
-            for name in ("name", "route", "target", "engine", "versions", "flags")
+            "name": identity.name,
+            "route": identity.route,
+            "target": identity.target,
+            "engine": identity.engine,
+            "versions": dict(identity.versions),
+            "flags": list(identity.flags),
         },
         "counts": plan.counts,
+        "refusal": refusal,
         "notes": list(plan.config.notes),
         "units": [_unit_document(plan, unit) for unit in plan.units],
     }
 
 
-def plan_text(plan: Plan, shown: int) -> str:
-    """The plan for a person."""
+def plan_text(plan: Plan, cache: str, shown: int) -> str:
+    """The plan for a person; `cache` is where its units were looked for."""
     from neffbuild.report.text import columns
 
     identity, counts = plan.identity, plan.counts
     versions = ", ".join(f"{tool} {version}" for tool, version in identity.versions.items())
     lines = [f"{plan.config.model.name}: {identity.name} for {identity.target} ({versions})"]
+    lines.append(f"cache: {cache}")
     lines += [f"note: {note}" for note in plan.config.notes]
     rows = [
         (
@@ -81,14 +93,12 @@ def plan_text(plan: Plan, shown: int) -> str:
     if len(plan.units) > shown:
         lines.append(f"… and {len(plan.units) - shown} more (--all lists them)")
     families = ", ".join(f"{count} {family}" for family, count in counts["by_family"].items())
-    lines += [
-        "",
-        f"{counts['units']} units ({families}): {counts['cached']} cached, "
-        f"{counts['missing']} missing, {counts['unresolved']} unresolved; "
-        f"{counts['cannot_occur']} shapes cannot occur",
-    ]
-    if counts["missing"]:
-        lines.append(f"next: neffbuild compile {plan.config.source}")
+    summary = f"{counts['units']} units ({families}): {counts['cached']} cached, {counts['missing']} missing"
+    if counts["unresolved"]:
+        summary += f", {counts['unresolved']} unresolved"
+    lines += ["", summary]
+    if counts["cannot_occur"]:
+        lines.append(f"{counts['cannot_occur']} shapes cannot occur and need no program")
     return "\n".join(lines)
 
 

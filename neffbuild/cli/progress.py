@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import click
-
+from neffbuild.cli import output
 from neffbuild.farm.outcomes import (
     Event,
     FarmStarted,
@@ -20,6 +19,9 @@ from neffbuild.farm.outcomes import (
     UnitStarted,
 )
 from neffbuild.report.text import seconds, size
+
+_TAIL_LINES = 8
+"""Lines of a failed unit's output that are shown with it."""
 
 
 @contextmanager
@@ -44,14 +46,14 @@ class _Lines:
         match event:
             case FarmStarted():
                 self._total = event.units
-                _say(f"{event.units} units, {event.workers} at once")
+                output.remark(f"{event.units} units, {event.workers} at once")
             case UnitFinished():
                 self._done += 1
-                _say(f"[{self._done}/{self._total}] {_finished(event)}")
+                output.remark(f"[{self._done}/{self._total}] {_finished(event)}")
             case UnitDeferred():
-                _say(f"{event.unit.shape.bucket_name} deferred: {event.reason}")
+                output.remark(f"{event.unit.shape.bucket_name} deferred: {event.reason}")
             case FarmStopping():
-                _say(_stopping(event))
+                output.remark(_stopping(event))
             case UnitStarted():
                 pass
 
@@ -127,14 +129,12 @@ def _finished(event: UnitFinished) -> str:
         text += f", peak memory {size(result.peak_memory_bytes)}"
     if result.cause is not None:
         text += f": {result.cause.text}"
-    return text
+    # Where a log is read, the machine it was written on is often gone, and the unit's own log with it.
+    tail = result.log_tail.splitlines()[-_TAIL_LINES:]
+    return "\n".join([text, *(f"    | {line}" for line in tail)])
 
 
 def _stopping(event: FarmStopping) -> str:
     if event.cancelling:
         return "ending the units that are running"
     return "finishing the units that are running; interrupt again to end them now"
-
-
-def _say(text: str) -> None:
-    click.echo(text, err=True)

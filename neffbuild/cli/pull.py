@@ -28,6 +28,7 @@ def command(
     from neffbuild.cache.transfer import pull
     from neffbuild.cli.transfer import progress_line, trust_of
     from neffbuild.config.build import CacheConfig
+    from neffbuild.report.text import size
 
     if (tag is None) == (digest is None):
         raise ConfigError("give either --tag NAME:TAG or --digest D", field="--tag")
@@ -53,8 +54,8 @@ def command(
             }
         )
     else:
-        click.echo(
+        output.write(
             f"pulled {units} units from {url} "
-            f"({pulled.blobs_copied} blobs, {pulled.bytes_copied} bytes copied)"
+            f"({pulled.blobs_copied} blobs, {size(pulled.bytes_copied)} copied)"
         )
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import click
@@ -34,6 +35,7 @@ def command(
     from neffbuild.cache.tag import TagRef
     from neffbuild.cache.transfer import push
     from neffbuild.cli.transfer import progress_line, trust_of
+    from neffbuild.report.text import size
     from neffbuild.toolchain.planning import plan_config
     from neffbuild.toolchain.registry import load_toolchain
 
@@ -72,10 +74,14 @@ def command(
             }
         )
     else:
-        click.echo(
-            f"pushed {len(manifest.entries)} units to {url}"
+        stored, units = len(manifest.entries), len(manifest.entries) + len(manifest.missing)
+        what = f"{stored} of {units} units" if manifest.missing else f"{units} units"
+        output.write(
+            f"pushed {what} to {url}"
             + (f" as {ref}" if ref else "")
-            + f" ({pushed.blobs_copied} blobs, {pushed.bytes_copied} bytes copied)"
+            + f" ({pushed.blobs_copied} blobs, {size(pushed.bytes_copied)} copied)"
         )
-        click.echo(f"index {pushed.index}")
+        output.write(f"index {pushed.index}")
+        name = ["--tag", str(ref)] if ref else ["--digest", pushed.index]
+        output.write(f"fetch with: {shlex.join(['neffbuild', 'pull', url, *name])}")
     return 0

@@ -34,7 +34,7 @@ def command(
     if as_json:
         output.print_json(document)
     else:
-        click.echo(_text(document))
+        output.write(_text(document))
     return 0
 
 

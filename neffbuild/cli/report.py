@@ -27,8 +27,11 @@ def command(words: tuple[str, ...], cache: Path | None, as_json: bool) -> int:
     plan = plan_config(config, load_toolchain(config.toolchain.name), store)
     keys = [unit.key for unit in plan.units if unit.key]
     rows = stored_rows(plan.units, read_hits(store, keys), read_failures(store, keys))
+    complete = all(row.outcome == "cached" for row in rows)
     if as_json:
         output.print_json(run_document(rows, last_wall_seconds(store, keys)))
     else:
-        click.echo(report_text(rows))
-    return 0 if all(row.outcome == "cached" for row in rows) else 1
+        output.write(report_text(rows))
+        if not complete:
+            output.write(f"next: neffbuild compile {options.config_words(words, cache)}")
+    return 0 if complete else 1

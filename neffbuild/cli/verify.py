@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from neffbuild.cli import options, output
-from neffbuild.config.errors import ConfigError, StoreError
+from neffbuild.config.errors import ConfigError, IntegrityError, StoreError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from neffbuild.cache.directory import DirectoryStore
     from neffbuild.cache.verify import Verified
     from neffbuild.grid.coverage import Coverage
 
+_SHOWN = 40
 _log = logging.getLogger(__name__)
 
 
@@ -30,20 +33,22 @@ def command(words: tuple[str, ...], cache: Path | None, tag: str | None, as_json
     With a CONFIG: that every state its decode steps can reach has a stored, undamaged unit in the local
     cache. With a URL: the store's tags, indexes, manifests, entries and every file they name.
     """
-    covered: Coverage | None = None
     if words and ("://" in words[0] or Path(words[0]).is_dir()):
-        verified = _verify_store(words, cache, tag)
+        document = _document(_verify_store(words, cache, tag), None, {})
+        remedy = "push again from where the artifacts were built"
     elif tag:
-        raise ConfigError("--tag goes with a URL", field="--tag", value=tag)
+        raise ConfigError("--tag goes with a URL, not with a config", field="--tag", value=tag)
     else:
-        verified, covered = _verify_config(words, cache)
-    document = _document(verified, covered)
+        document = _verify_config(words, cache)
+        remedy = f"neffbuild compile {options.config_words(words, cache)}"
     if as_json:
         output.print_json(document)
     else:
-        click.echo(_text(document))
+        output.write(_text(document))
+        if not document["ok"]:
+            output.write(f"next: {remedy}")
     if any(problem["kind"] != "missing_unit" for problem in document["problems"]):
-        return 4
+        return IntegrityError.exit_status
     return 0 if document["ok"] else 1
 
 
@@ -56,6 +61,10 @@ def _verify_store(words: tuple[str, ...], cache: Path | None, tag: str | None) -
     if len(words) != 1:
         raise ConfigError(f"unexpected argument {words[1]!r} after the URL", value=words[1])
     store, local = open_store(words[0]), options.own_store(cache)
+    if tag is None and not any(True for _ in store.list("")):
+        raise StoreError(
+            f"there is nothing in {store.url}", value=words[0], hint="is the URL that of a store?"
+        )
 
     def last_seen(ref: TagRef) -> int:
         return seen_sequence(local, store.url, ref.name, ref.tag)
@@ -66,7 +75,7 @@ def _verify_store(words: tuple[str, ...], cache: Path | None, tag: str | None) -
     return verify_tag(store, ref, Trust(), last_seen=last_seen(ref))
 
 
-def _verify_config(words: tuple[str, ...], cache: Path | None) -> tuple[Verified, Coverage]:
+def _verify_config(words: tuple[str, ...], cache: Path | None) -> dict[str, Any]:
     from neffbuild.cache.verify import verify_keys
     from neffbuild.grid.coverage import check_coverage
     from neffbuild.toolchain.planning import units_to_serve
@@ -79,7 +88,8 @@ def _verify_config(words: tuple[str, ...], cache: Path | None) -> tuple[Verified
     _take_out_of_service(store, verified)
     bad = {problem.key for problem in verified.problems}
     good = [shape for key, shape in shapes.items() if key not in bad]
-    return verified, check_coverage(bucketer, good)
+    names = {key: shape.bucket_name for key, shape in shapes.items()}
+    return _document(verified, check_coverage(bucketer, good), names)
 
 
 def _take_out_of_service(store: DirectoryStore, verified: Verified) -> None:
@@ -95,7 +105,10 @@ def _take_out_of_service(store: DirectoryStore, verified: Verified) -> None:
         )
 
 
-def _document(verified: Verified, covered: Coverage | None) -> dict[str, Any]:
+def _document(
+    verified: Verified, covered: Coverage | None, names: Mapping[str, str]
+) -> dict[str, Any]:
+    """The `neffbuild.verify/1` document; `names` are the bucket names of the config's keys."""
     return {
         "schema": "neffbuild.verify/1",
         "ok": verified.ok and not (covered and covered.uncovered),
@@ -104,13 +117,20 @@ def _document(verified: Verified, covered: Coverage | None) -> dict[str, Any]:
         "states_checked": covered.states_checked if covered else 0,
         "uncovered_states": [one.document() for one in covered.uncovered] if covered else [],
         "prefill_gaps": [one.document() for one in covered.prefill_gaps] if covered else [],
-        "problems": [problem.document() for problem in verified.problems],
+        "problems": [
+            {**problem.document(), "unit": names.get(problem.key)} for problem in verified.problems
+        ],
     }
 
 
 def _text(document: dict[str, Any]) -> str:
-    lines = [f"{one['kind']} {one['key']}: {one['detail']}" for one in document["problems"]]
+    lines = [
+        f"{one['kind']} {one['unit'] or one['key']}: {one['detail']}"
+        for one in document["problems"]
+    ]
     lines += [f"uncovered: {_state(one)}" for one in document["uncovered_states"]]
+    if len(lines) > _SHOWN:
+        lines[_SHOWN:] = [f"… and {len(lines) - _SHOWN} more (--json lists them)"]
     lines += [f"note: prefill is not covered: {one['reason']}" for one in document["prefill_gaps"]]
     checked = (
         f"{document['entries_checked']} entries, {document['blobs_checked']} blobs, "
@@ -121,8 +141,9 @@ def _text(document: dict[str, Any]) -> str:
 
 
 def _state(state: dict[str, Any]) -> str:
-    rows, needs = state["num_seqs"], state["context_need"]
-    return (
-        f"{state['family']} with {rows[0]} to {rows[1]} sequences needing {needs[0]} to {needs[1]} "
-        f"positions: {state['reason']}"
-    )
+    rows, needs = (_interval(*state[name]) for name in ("num_seqs", "context_need"))
+    return f"{state['family']} with {rows} sequences needing {needs} positions: {state['reason']}"
+
+
+def _interval(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low} to {high}"

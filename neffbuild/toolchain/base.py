@@ -67,12 +67,14 @@ class Artifact:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of `neffbuild doctor`."""
+    """One line of `neffbuild doctor`. `needed` is False for what a toolchain does without: slower, or
+    for fewer targets."""
 
     subject: str
     ok: bool
     detail: str
     hint: str | None = None
+    needed: bool = True
 
 
 class BoundExecutable(Protocol):

@@ -6,7 +6,7 @@ import platform
 import shutil
 
 from neffbuild.toolchain.base import Finding
-from neffbuild.toolchain.inductor.cpu_level import LEVELS, host_features
+from neffbuild.toolchain.inductor.cpu_level import DEFAULT_TARGET, LEVELS, host_features
 from neffbuild.toolchain.inductor.identity import COMPILER, installed_versions
 
 
@@ -37,18 +37,22 @@ def _precompiled_headers() -> Finding:
         "not used: torch checksums them with openssl, which is not installed; a unit takes some "
         "seconds longer",
         "install openssl",
+        needed=False,
     )
 
 
 def _level(name: str) -> Finding:
     missing = LEVELS[name].features - host_features()
+    needed = name == DEFAULT_TARGET
     if not missing:
         return Finding(name, True, "artifacts for it compile and run here")
     if platform.machine() != "x86_64":
-        return Finding(name, False, f"neither compiles nor runs on {platform.machine()}")
+        detail = f"neither compiles nor runs on {platform.machine()}"
+        return Finding(name, False, detail, needed=needed)
     return Finding(
         name,
         False,
         f"compiles here but does not run: the CPU lacks {', '.join(sorted(missing))}",
         "set toolchain.target to a level every serving host has",
+        needed,
     )
