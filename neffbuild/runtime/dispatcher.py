@@ -7,41 +7,74 @@ the command that builds it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from neffbuild.config.errors import ConfigError
-from neffbuild.grid.bucketer import Bucketer
-from neffbuild.grid.select import Row, Step, StepShapes, select_shapes, step_state
-from neffbuild.grid.shapes import DecodeShape
-from neffbuild.models.decode import StepInputs, step_inputs
+from neffbuild.grid.bucketer import Bucketer, QueryLenSupport
+from neffbuild.grid.select import (
+    PostTransferPolicy,
+    Row,
+    Step,
+    StepShapes,
+    select_shapes,
+    step_state,
+    verified_drafts,
+)
+from neffbuild.grid.shapes import DecodeShape, Family
+from neffbuild.models.decode import DraftInputs, StepInputs, draft_inputs, step_inputs
 from neffbuild.runtime.block_table import TrimmedBlockTable, head_trim, new_trimmed
 from neffbuild.runtime.loader import Loader
 from neffbuild.toolchain.base import BoundExecutable
 
 
 class DecodeBatch(NamedTuple):
-    """The live rows of a decode step, in one order.
+    """The live rows of a decode step, in one order, and what the engine wishes for all of them.
 
     - `rows`: what selection needs of each.
     - `token_ids` `[len(rows)]` integer: the token each row computes, at position `num_computed_tokens`.
     - `block_table` `[len(rows), columns]` integer: the engine's own table at full width; the block of
-      every position up to the new one is in it.
+      every position the step writes is in it.
+    - `draft_token_ids` `[len(rows), up to K]` integer: the drafts each row brings, the first
+      `num_drafts` of its own; needed when some row brings any or gets placeholders.
     """
 
     rows: Sequence[Row]
     token_ids: Tensor
     block_table: Tensor
+    draft_token_ids: Tensor | None = None
+    post_transfer_policy: PostTransferPolicy = PostTransferPolicy.WITHOUT_SPEC
+    force_without_spec: bool = False
+
+
+class DraftBatch(NamedTuple):
+    """What the draft learns of a step's rows, in the order of the step.
+
+    - `starts` `[len(rows)]` int64: the position of the first token that the step added to each row.
+    - `query_lens` `[len(rows)]` int32: how many it added; 0 for a row that gets no drafts.
+    - `token_ids` `[len(rows), most added]` integer: for each such position the token after it.
+    - `auxiliary_hidden_states` `[len(rows), at least most added, size]`: as the target returned them.
+    - `block_table`: as the target's; the draft keeps its own KV cache under the same blocks.
+    """
+
+    starts: Tensor
+    query_lens: Tensor
+    token_ids: Tensor
+    auxiliary_hidden_states: Tensor
+    block_table: Tensor
 
 
 class StepResult(NamedTuple):
-    """`outputs` by name, live rows only: `next_token_ids` `[len(rows), query_len]` int32, `logits`
-    `[len(rows), query_len, vocab_size]`."""
+    """`verified`: how many drafts each row had verified. `outputs` by name, live rows only:
+    `next_token_ids` `[len(rows), query_len]` int32, `logits` `[len(rows), query_len, vocab_size]`, with
+    speculation `auxiliary_hidden_states` `[len(rows), query_len, size]`; of queries beyond a row's
+    `1 + verified` nothing is said."""
 
     shapes: StepShapes
+    verified: list[int]
     outputs: dict[str, Tensor]
 
 
@@ -51,22 +84,31 @@ class Program:
 
     call: BoundExecutable
     outputs: tuple[str | None, ...]
-    inputs: StepInputs
+    inputs: StepInputs | DraftInputs
     block_table: TrimmedBlockTable
 
 
 class Dispatcher:
-    """Runs decode steps, each in the smallest program that holds it.
+    """Runs decode steps, each in the smallest programs that hold it.
 
-    `tensors` are the model's weights and the KV caches by the names programs know them under
-    (`models.decode.named_tensors`, `named_kv_caches`): one set for all programs.
+    `tensors` are the target's weights and KV caches by the names its programs know them under
+    (`models.decode.named_tensors`, `named_kv_caches`), `draft_tensors` those of the draft: one set each
+    for all programs.
     """
 
-    def __init__(self, bucketer: Bucketer, loader: Loader, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        bucketer: Bucketer,
+        loader: Loader,
+        tensors: Mapping[str, Tensor],
+        draft_tensors: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self._bucketer = bucketer
         self._loader = loader
         self._tensors = tensors
+        self._draft_tensors = draft_tensors or {}
         self._programs: dict[DecodeShape, Program] = {}
+        self._uniform = bucketer.query_len_support is QueryLenSupport.UNIFORM
 
     def warm_up(self) -> None:
         """Load every program of the manifest. Raises as `Loader.load_all` does."""
@@ -87,59 +129,112 @@ class Dispatcher:
         return program
 
     def run(self, batch: DecodeBatch) -> StepResult:
-        """Run one decode step; keys and values are written into the KV caches in place.
+        """Run the target's part of a decode step; keys and values are written into the KV caches in
+        place, those of tokens that come to nothing too.
 
         Raises `AboveLadder` for a step no program holds, `MissingUnit` for one whose program is not
         stored, `ConfigError` for a batch with a prefill row (no decode program computes it).
         """
-        shapes = self.select(Step(batch.rows))
+        step = Step(batch.rows, batch.post_transfer_policy, batch.force_without_spec)
+        shapes = self.select(step)
         if shapes.target is None:
             raise ConfigError(
                 "the batch holds a prefill row, which no decode program computes",
                 field="rows",
                 hint="prefill it first; the last token of a prompt is decoded, over prior state",
             )
-        return StepResult(shapes, self.run_in(self.program(shapes.target), batch))
+        verified = [verified_drafts(self._bucketer, step, row, shapes) for row in batch.rows]
+        rows = [
+            row if row.num_drafts == drafts else replace(row, num_drafts=drafts)
+            for row, drafts in zip(batch.rows, verified, strict=True)
+        ]
+        outputs = self.run_in(self.program(shapes.target), batch._replace(rows=rows))
+        return StepResult(shapes, verified, outputs)
 
     def run_in(self, program: Program, batch: DecodeBatch) -> dict[str, Tensor]:
-        """Run one decode step in a given program that is large enough for it."""
+        """Run one decode step in a given program that is large enough for it, every draft of every row
+        included."""
         rows = len(batch.rows)
-        self._fill(program, batch, rows)
-        results = program.call({})
-        return {
-            name: tensor[:rows]
-            for name, tensor in zip(program.outputs, results, strict=True)
-            if name is not None
-        }
+        ids = program.inputs.input_ids[:rows]
+        ids[:, 0] = batch.token_ids
+        width = ids.shape[1]
+        # Every row of a uniform program is as wide as the program; what it is wider than its own tokens
+        # holds placeholders, whose keys and values the next steps overwrite.
+        query_lens = [width if self._uniform else 1 + row.num_drafts for row in batch.rows]
+        if width > 1:
+            drafts = batch.draft_token_ids
+            given = 0 if drafts is None else min(drafts.shape[1], width - 1)
+            if drafts is not None:
+                ids[:, 1 : 1 + given] = drafts[:, :given]
+            ids[:, 1 + given :] = 0
+        head_trim(batch.block_table, program.block_table)
+        starts = torch.tensor([row.num_computed_tokens for row in batch.rows], dtype=torch.int64)
+        self._place(program.inputs, starts, torch.tensor(query_lens, dtype=torch.int32))
+        return _named_outputs(program, rows)
+
+    def propose(self, shape: DecodeShape, batch: DraftBatch) -> Tensor:
+        """Run a draft's program: draft token ids `[len(rows), K]` int32, `PAD_TOKEN_ID` in rows that get
+        none. Raises `MissingUnit` when it is not stored."""
+        program = self.program(shape)
+        inputs = program.inputs
+        assert isinstance(inputs, DraftInputs)
+        rows, width = batch.token_ids.shape
+        inputs.input_ids[:rows, :width] = batch.token_ids
+        states = batch.auxiliary_hidden_states[:, :width]
+        inputs.auxiliary_hidden_states[:rows, : states.shape[1]] = states
+        head_trim(batch.block_table, program.block_table)
+        self._place(inputs, batch.starts, batch.query_lens)
+        return _named_outputs(program, rows)["draft_token_ids"]
 
     def _bind(self, shape: DecodeShape) -> Program:
         executable = self._loader.load(shape)
         table = new_trimmed(shape.num_seqs, self._bucketer.block_table_width(shape))
-        inputs = step_inputs(shape, self._bucketer.block_size)._replace(
-            block_table=table.block_table
-        )
+        inputs: StepInputs | DraftInputs = step_inputs(shape, self._bucketer.block_size)
+        tensors = self._tensors
+        if shape.family is Family.DRAFT:
+            tensors = self._draft_tensors
+            if "fc.weight" not in tensors:
+                raise _lacking(shape, ["fc.weight"])
+            fusion = tensors["fc.weight"]
+            inputs = draft_inputs(shape, self._bucketer.block_size, fusion.shape[1], fusion.dtype)
+        inputs = inputs._replace(block_table=table.block_table)
         # The buffers are checked here, once, and not in every step.
-        call = executable.bind({**self._tensors, **inputs._asdict()})
+        call = executable.bind({**tensors, **inputs._asdict()})
         if call.free:
-            raise ConfigError(
-                f"the program {shape.bucket_name} needs {', '.join(call.free)}, which the model handed "
-                "over does not have",
-                field="tensors",
-                hint="hand over every weight, buffer and KV cache of the model it was compiled for",
-            )
+            raise _lacking(shape, call.free)
         return Program(call, executable.outputs, inputs, table)
 
-    def _fill(self, program: Program, batch: DecodeBatch, rows: int) -> None:
-        inputs, block_size = program.inputs, self._bucketer.block_size
-        head_trim(batch.block_table, program.block_table)
-        positions = torch.tensor(
-            [row.num_computed_tokens for row in batch.rows], dtype=torch.int64
-        ).unsqueeze(1)
+    def _place(self, inputs: StepInputs | DraftInputs, starts: Tensor, query_lens: Tensor) -> None:
+        """Where the tokens of each live row are, from its start on. Rows beyond them are pad rows, and
+        queries beyond a row's length pad tokens: neither looks anything up in the block table."""
+        rows, width = len(starts), inputs.input_ids.shape[1]
+        queries = torch.arange(width)
+        pads = queries >= query_lens.unsqueeze(1)
+        positions = (starts.unsqueeze(1) + queries).masked_fill_(pads, 0)
+        block_size = self._bucketer.block_size
         blocks = inputs.block_table[:rows].gather(1, positions // block_size)
-        inputs.input_ids[:rows, 0] = batch.token_ids
-        inputs.positions[:rows] = positions
         # In int64, as positions are: blocks are int32 and slots need not fit.
-        inputs.slot_mapping[:rows] = torch.add(positions % block_size, blocks, alpha=block_size)
-        # Rows beyond the live ones are pad rows; programs read nothing else of them.
-        inputs.query_lens[:rows] = 1
+        slots = torch.add(positions % block_size, blocks, alpha=block_size)
+        inputs.positions[:rows] = positions
+        inputs.slot_mapping[:rows] = slots.masked_fill_(pads, 0)
+        inputs.query_lens[:rows] = query_lens
         inputs.query_lens[rows:] = 0
+
+
+def _lacking(shape: DecodeShape, names: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"the program {shape.bucket_name} needs {', '.join(names)}, which the model handed over does not "
+        "have",
+        field="tensors",
+        hint="hand over every weight, buffer and KV cache of the model it was compiled for",
+    )
+
+
+def _named_outputs(program: Program, rows: int) -> dict[str, Tensor]:
+    """Run the program on what its buffers hold."""
+    results = program.call({})
+    return {
+        name: tensor[:rows]
+        for name, tensor in zip(program.outputs, results, strict=True)
+        if name is not None
+    }

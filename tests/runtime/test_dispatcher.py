@@ -19,7 +19,7 @@ from neffbuild.config.errors import (
 )
 from neffbuild.grid.select import Row, Step
 from neffbuild.models.decode import named_kv_caches
-from neffbuild.runtime.dispatcher import DecodeBatch, Dispatcher
+from neffbuild.runtime.dispatcher import Dispatcher
 from neffbuild.runtime.loader import Loader, config_manifest
 from neffbuild.toolchain.registry import load_toolchain
 
@@ -120,10 +120,10 @@ def test_missing_weights_are_named(served, programs):
 
 def test_a_block_table_narrower_than_the_program_is_refused(served, programs):
     requests = samples.Requests(served.config, [5])
-    rows, tokens, table = requests.batch()
+    batch = requests.batch()
     dispatcher = Dispatcher(served.bucketer, programs, requests.tensors)
     with pytest.raises(ConfigError, match="cannot be trimmed"):
-        dispatcher.run(DecodeBatch(rows, tokens, table[:, :7]))
+        dispatcher.run(batch._replace(block_table=batch.block_table[:, :7]))
 
 
 def without(manifest, *shapes):

@@ -1,0 +1,189 @@
+"""Greedy decoding of a changing batch of requests, with or without an EAGLE3 draft.
+
+One step: the target computes each row's last token and the drafts it brings; drafts are kept as far as the
+target would have said the same, and one token more is certain; the draft catches up with what was added
+and proposes for the next step. The tokens are those of decoding one by one, whatever the draft says.
+
+The KV cache of both models is paged under one block table. Keys and values of drafts that were not kept
+stay where they are until the next step, which computes those positions again, overwrites them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from neffbuild.grid.acceptance import Acceptance, Budget
+from neffbuild.grid.bucketer import Bucketer
+from neffbuild.grid.select import PostTransferPolicy, Row, StepShapes, proposes
+from neffbuild.runtime.dispatcher import DecodeBatch, Dispatcher, DraftBatch, StepResult
+
+
+@dataclass(slots=True)
+class Request:
+    """A running request over prior state.
+
+    `tokens` are all that are known, of the prompt and generated; the first `num_computed_tokens` of them
+    are in the target's KV cache (and in the draft's, each with the token after it), one is not.
+    `max_tokens` is how many tokens it ends with; it ends at `max_model_len` in any case. `block_table`
+    `[columns]` int32 holds a block for every position up to there. `post_transfer`: its KV cache came
+    from elsewhere, without auxiliary hidden states.
+    """
+
+    tokens: list[int]
+    num_computed_tokens: int
+    max_tokens: int
+    block_table: Tensor
+    post_transfer: bool = False
+    drafts: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """What a step did: per row, in the order of the requests, how many of its drafts were `verified`
+    (placeholders are not its own), how many of these `accepted`, and whether the draft `proposed` for its
+    next step. Seconds are of a whole part, the program and what is done around it; 0 where there was no
+    draft step."""
+
+    shapes: StepShapes
+    verified: list[int]
+    accepted: list[int]
+    proposed: list[bool]
+    target_seconds: float
+    draft_seconds: float
+
+
+class GreedyDecoder:
+    """Steps of any requests: who takes part is told anew each step. `acceptance` adds up over all."""
+
+    def __init__(
+        self,
+        bucketer: Bucketer,
+        dispatcher: Dispatcher,
+        budget: Budget,
+        post_transfer_policy: PostTransferPolicy = PostTransferPolicy.WITHOUT_SPEC,
+    ) -> None:
+        """`budget` says after each step how many drafts a row brings to its next. The draft catches up
+        even where that is none, so that it has seen every token when it is asked again."""
+        self.acceptance = Acceptance(bucketer.num_speculative_tokens)
+        self._bucketer = bucketer
+        self._dispatcher = dispatcher
+        self._budget = budget
+        self._policy = post_transfer_policy
+
+    def finished(self, request: Request) -> bool:
+        return len(request.tokens) >= self._length(request)
+
+    def step(self, requests: Sequence[Request], *, force_without_spec: bool = False) -> DecodeStep:
+        """Advance every request by one token and its accepted drafts, up to its end.
+
+        None may be finished. Raises as `Dispatcher.run` and `Dispatcher.propose` do.
+        """
+        rows = [self._row(request) for request in requests]
+        block_table = torch.stack([request.block_table for request in requests])
+        began = time.perf_counter()
+        result = self._dispatcher.run(
+            DecodeBatch(
+                rows,
+                torch.tensor([request.tokens[-1] for request in requests]),
+                block_table,
+                self._draft_token_ids(requests),
+                self._policy,
+                force_without_spec,
+            )
+        )
+        verified, accepted = self._accept(requests, result)
+        target_seconds = time.perf_counter() - began
+        budgets = [self._budget(*counts) for counts in zip(verified, accepted, strict=True)]
+        began = time.perf_counter()
+        proposed = [
+            proposes(self._bucketer, row, result.shapes) and not self.finished(request)
+            for request, row in zip(requests, rows, strict=True)
+        ]
+        added = [1 + kept if wanted else 0 for wanted, kept in zip(proposed, accepted, strict=True)]
+        for request, drafts, budget in zip(
+            requests, self._drafts(requests, rows, added, result, block_table), budgets, strict=True
+        ):
+            request.drafts = drafts[:budget]
+        draft_seconds = time.perf_counter() - began if result.shapes.draft else 0.0
+        return DecodeStep(
+            result.shapes, verified, accepted, proposed, target_seconds, draft_seconds
+        )
+
+    def _length(self, request: Request) -> int:
+        return min(request.max_tokens, self._bucketer.max_model_len)
+
+    def _row(self, request: Request) -> Row:
+        return Row(
+            request.num_computed_tokens,
+            num_new_tokens=len(request.tokens) - request.num_computed_tokens,
+            num_drafts=len(request.drafts),
+            post_transfer=request.post_transfer,
+            # The step adds a token at least: one that is then complete needs no drafts.
+            wants_to_propose=len(request.tokens) + 1 < self._length(request),
+        )
+
+    def _draft_token_ids(self, requests: Sequence[Request]) -> Tensor | None:
+        """Drafts side by side; the rest is placeholders."""
+        spec_tokens = self._bucketer.num_speculative_tokens
+        if not spec_tokens:
+            return None
+        ids = torch.zeros(len(requests), spec_tokens, dtype=torch.int32)
+        for row, request in enumerate(requests):
+            if request.drafts:
+                ids[row, : len(request.drafts)] = torch.tensor(request.drafts, dtype=torch.int32)
+        return ids
+
+    def _accept(
+        self, requests: Sequence[Request], result: StepResult
+    ) -> tuple[list[int], list[int]]:
+        """Keep the drafts that the target would have said, and the token it says after them; per row how
+        many drafts were verified and how many kept."""
+        verified, accepted = [], []
+        said = result.outputs["next_token_ids"].tolist()
+        for request, most, next_ids in zip(requests, result.verified, said, strict=True):
+            # What a row verifies beyond its own drafts are placeholders: there is nothing to accept.
+            drafts = request.drafts[:most]
+            kept = 0
+            while kept < len(drafts) and drafts[kept] == next_ids[kept]:
+                kept += 1
+            self.acceptance.add(len(drafts), kept)
+            request.tokens += next_ids[: kept + 1]
+            del request.tokens[self._length(request) :]
+            request.num_computed_tokens += kept + 1
+            request.post_transfer = False
+            verified.append(len(drafts))
+            accepted.append(kept)
+        return verified, accepted
+
+    def _drafts(
+        self,
+        requests: Sequence[Request],
+        rows: Sequence[Row],
+        added: Sequence[int],
+        result: StepResult,
+        block_table: Tensor,
+    ) -> list[list[int]]:
+        """What the draft proposes to each row after the tokens `added` to it; nothing where none were.
+        `rows` are as they were before the step."""
+        if result.shapes.draft is None:
+            return [[] for _ in requests]
+        # The draft sees each position together with the token after it.
+        ids = torch.zeros(len(requests), max(1, *added), dtype=torch.int32)
+        for index, (request, row, count) in enumerate(zip(requests, rows, added, strict=True)):
+            first = row.num_computed_tokens + 1
+            tokens = request.tokens[first : first + count]
+            ids[index, :count] = torch.tensor(tokens, dtype=torch.int32)
+        batch = DraftBatch(
+            torch.tensor([row.num_computed_tokens for row in rows]),
+            torch.tensor(added, dtype=torch.int32),
+            ids,
+            result.outputs["auxiliary_hidden_states"],
+            block_table,
+        )
+        proposals = self._dispatcher.propose(result.shapes.draft, batch).tolist()
+        return [drafts if count else [] for count, drafts in zip(added, proposals, strict=True)]
