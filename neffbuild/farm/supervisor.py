@@ -13,7 +13,7 @@ import resource
 import selectors
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
@@ -185,26 +185,29 @@ class _Watch:
         if isinstance(report, Busy):
             return report
         if report is not None and report.entry is not None:
-            self._job.log.unlink(missing_ok=True)  # an earlier failure's
+            with contextlib.suppress(OSError):
+                self._job.log.unlink()  # an earlier failure's
             return stored_result(unit, report.outcome, report.entry)
-        if report is not None:
-            cause = report.cause
-        elif self._stop is not None:
+        if self._stop is not None:
+            # Before what the worker says: a compiler ended for this reason looks to it like a failure.
             cause = self._stop
+        elif report is not None and report.cause is not None:
+            cause = report.cause
         elif status is not None:
             cause = cause_of_exit(status)
         else:
             cause = lost_worker(f"the worker, process {self.worker}, cannot be ended")
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return UnitResult.of(
+        result = UnitResult.of(
             unit,
             Outcome.CANCELLED if cause is CANCELLED else Outcome.FAILED,
             cause=cause,
             cpu_seconds=used.ru_utime + used.ru_stime,
             peak_memory_bytes=max(self._peak, used.ru_maxrss * 1024),
-            log=self._keep_log(),
-            log_tail=log_tail(self.log_path),
         )
+        if result.outcome is Outcome.CANCELLED:
+            return result
+        return replace(result, log=self._keep_log(), log_tail=log_tail(self.log_path))
 
     def _keep_log(self) -> Path | None:
         try:
