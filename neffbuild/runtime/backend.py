@@ -24,7 +24,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch._dynamo
-import torch._guards
 from torch import fx
 
 from neffbuild.cache.catalog import Hit, read_entry, record_files
@@ -172,14 +171,12 @@ def _compile(settings: BackendSettings, captured: Captured) -> Entry:
 
         def build() -> tuple[Entry, Mapping[str, Path]]:
             began = time.monotonic()
-            # Dynamo is tracing, and an export would add its sizes and guards to that.
-            with torch._guards.tracing(None):
-                artifact = compile_graph(
-                    captured.graph,
-                    cpu_level(settings.toolchain.target),
-                    settings.toolchain.flags,
-                    Path(scratch),
-                )
+            artifact = compile_graph(
+                captured.graph,
+                cpu_level(settings.toolchain.target),
+                settings.toolchain.flags,
+                Path(scratch),
+            )
             counters.compiles += 1
             entry = Entry(
                 recipe=recipe,

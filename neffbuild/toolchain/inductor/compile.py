@@ -108,7 +108,13 @@ def _exported(graph: InductorGraph) -> ExportedProgram:
         dynamic_shapes=tuple(dict.fromkeys(dims, Dim.AUTO) or None for dims in symbolic),
         strict=False,
     )
-    inputs = [node.meta["val"] for node in program.graph.find_nodes(op="placeholder")]
+    # Constants of the graph have become placeholders too.
+    given = frozenset(program.graph_signature.user_inputs)
+    inputs = [
+        node.meta["val"]
+        for node in program.graph.find_nodes(op="placeholder")
+        if node.name in given
+    ]
     for value, dims, spec in zip(inputs, symbolic, graph.binding.inputs, strict=True):
         if lost := dims.keys() - symbolic_dimensions(value):
             raise ToolchainRefusal(
