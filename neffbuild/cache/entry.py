@@ -1,4 +1,9 @@
-"""An entry: one cached unit. Written last; its presence is the commit point of a compile."""
+"""An entry: one cached unit. Written last; its presence is the commit point of a compile.
+
+The key covers the recipe alone: what a compile produced cannot be known before. So an entry's document
+starts with the digest of the rest of it, and a byte that changed anywhere is noticed. Who wrote it is
+another question, and the signed manifest's to answer.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +82,7 @@ class Entry:
         }
 
     def to_json(self) -> bytes:
-        return canonical_json(self.document())
+        return sealed(canonical_json(self.document()))
 
     @classmethod
     def from_document(cls, document: Any, *, expected_key: str | None = None) -> Self:
@@ -111,7 +116,26 @@ class Entry:
     @classmethod
     def from_json(cls, data: bytes, *, expected_key: str) -> Self:
         """Parse an entry document as a store returned it. Raises `IntegrityError`."""
-        return cls.from_document(parse_json(data, "entry"), expected_key=expected_key)
+        return cls.from_document(parse_json(_unsealed(data), "entry"), expected_key=expected_key)
+
+
+def sealed(body: bytes) -> bytes:
+    """A JSON object with its own SHA-256 as its first field, `digest`."""
+    return b'{"digest":"%b",%b' % (digest_bytes(body).encode(), body[1:])
+
+
+_SEAL = re.compile(rb'\{"digest":"([0-9a-f]{64})",')
+
+
+def _unsealed(data: bytes) -> bytes:
+    """Inverse of `sealed`. Raises `IntegrityError` when the digest is missing or another's."""
+    seal = _SEAL.match(data)
+    if seal is None:
+        raise IntegrityError("entry does not start with its digest")
+    body = b"{" + data[seal.end() :]
+    if digest_bytes(body) != seal[1].decode():
+        raise IntegrityError("entry does not have the digest that it states")
+    return body
 
 
 _CANONICAL_START = '{"files":'
@@ -129,9 +153,11 @@ def entry_blobs(data: bytes, *, expected_key: str) -> Mapping[str, int]:
     between the fields around the recipe must hash to the key, and then they *are* the recipe and need
     no parsing. A document in any other form takes the long way.
     """
-    files = _files_of_canonical(data, expected_key)
+    body = _unsealed(data)
+    files = _files_of_canonical(body, expected_key)
     if files is None:
-        return Entry.from_json(data, expected_key=expected_key).blobs
+        document = parse_json(body, "entry")
+        return Entry.from_document(document, expected_key=expected_key).blobs
     return {record.digest: record.size for record in files.values()}
 
 

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from neffbuild.cache.canonical import canonical_json
-from neffbuild.cache.entry import Entry, FileRecord, entry_blobs
+from neffbuild.cache.entry import Entry, FileRecord, entry_blobs, sealed
 from neffbuild.config.errors import IntegrityError
 
 KEY_OF: dict[str, Any] = {"recipe": {"kind": "unit", "text": "ä\u2028\n"}}
@@ -30,6 +30,7 @@ def entry(**changes: Any) -> Entry:
 
 
 DATA = entry().to_json()
+BODY = canonical_json(entry().document())
 KEY = entry().key
 
 
@@ -61,23 +62,34 @@ def test_statistics_that_imitate_the_end_of_a_recipe_are_read_rightly() -> None:
 
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b'"\\ud800"', b'"\\uDFFF"'])
 def test_values_that_canonical_json_cannot_hold_are_refused(number: bytes) -> None:
-    assert DATA.count(b"1.25") == 1
-    assert accepted(DATA.replace(b"1.25", number)) is None
-    assert accepted(DATA.replace(b"1.25", b'"\\u0001\\\\ud800"')) == entry().blobs
+    assert BODY.count(b"1.25") == 1
+    assert accepted(sealed(BODY.replace(b"1.25", number))) is None
+    assert accepted(sealed(BODY.replace(b"1.25", b'"\\u0001\\\\ud800"'))) == entry().blobs
 
 
 @given(position=st.integers(0, len(DATA) - 1), bit=st.integers(0, 7))
 @settings(max_examples=400, deadline=None)
-def test_flipped_bit_changes_no_blob_unnoticed(position: int, bit: int) -> None:
-    """A flip in recipe, names, digests or sizes is refused, or names other blobs that will not be
-    there; statistics and graph digests are not what the key protects."""
+def test_flipped_bit_anywhere_is_refused(position: int, bit: int) -> None:
     data = bytearray(DATA)
     data[position] ^= 1 << bit
-    blobs = accepted(bytes(data))
-    start = DATA.index(b'"recipe"')
-    end = DATA.index(b',"schema":"neffbuild.entry/1"')
+    assert accepted(bytes(data)) is None
+
+
+@given(position=st.integers(0, len(BODY) - 1), bit=st.integers(0, 7))
+@settings(max_examples=400, deadline=None)
+def test_recipe_is_what_the_key_says_whatever_digest_is_stated(position: int, bit: int) -> None:
+    data = bytearray(BODY)
+    data[position] ^= 1 << bit
+    blobs = accepted(sealed(bytes(data)))
+    start = BODY.index(b'"recipe"')
+    end = BODY.index(b',"schema":"neffbuild.entry/1"')
     if start <= position < end:
         assert blobs is None
+
+
+def test_entry_without_its_digest_is_refused() -> None:
+    assert accepted(BODY) is None
+    assert accepted(b" " + DATA) is None
 
 
 @given(length=st.integers(0, len(DATA) - 1))
@@ -94,6 +106,7 @@ def test_truncated_document_is_refused(length: int) -> None:
 @settings(deadline=None)
 def test_junk_is_refused_not_crashed_on(junk: bytes) -> None:
     assert accepted(junk) is None
+    assert accepted(sealed(junk)) is None
 
 
 json_values = st.recursive(
@@ -127,9 +140,9 @@ def test_any_value_in_any_field_is_accepted_whole_or_refused(where: list[str], v
     for name in where[:-1]:
         target = target[name]
     target[where[-1]] = value
-    accepted(json.dumps(document).encode())
+    accepted(sealed(json.dumps(document).encode()))
     try:
-        accepted(canonical_json(document))
+        accepted(sealed(canonical_json(document)))
     except ValueError:
         assert (
             "NaN" in repr(value)
@@ -161,7 +174,8 @@ def test_any_value_in_any_field_is_accepted_whole_or_refused(where: list[str], v
 def test_file_names_that_could_leave_the_folder_are_refused(name: str) -> None:
     document = entry().document()
     document["files"] = {name: FileRecord("a" * 64, 1).document()}
-    assert accepted(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()) is None
+    body = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+    assert accepted(sealed(body)) is None
     with pytest.raises(IntegrityError):
         Entry.from_document(document)
 
@@ -193,4 +207,4 @@ def test_entry_under_another_key_is_refused_with_both_keys() -> None:
 def test_modes_beyond_permission_bits_are_refused(mode: Any) -> None:
     document = entry().document()
     document["files"]["model.so"]["mode"] = mode
-    assert accepted(canonical_json(document)) is None
+    assert accepted(sealed(canonical_json(document))) is None
