@@ -41,7 +41,8 @@ class RemoteConfig(_Section):
 class CacheConfig(_Section):
     """`cache:` where artifacts are kept and whom to believe.
 
-    `name` is the default NAME of `NAME:TAG`: letters, digits, `.`, `_` and `-`.
+    `name` is the default NAME of `NAME:TAG`: letters, digits, `.`, `_` and `-`. `keys` are files of
+    public keys; `require_signature` is true by default where there are any.
     """
 
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")] = (
@@ -50,8 +51,13 @@ class CacheConfig(_Section):
     local: _NonEmpty | None = None
     remotes: tuple[RemoteConfig, ...] = ()
     keys: tuple[_NonEmpty, ...] = ()
-    require_signature: bool = False
+    require_signature: bool | None = None
     min_sequence: int = Field(default=0, ge=0)
+
+    @property
+    def signature_required(self) -> bool:
+        """`require_signature`, with its default."""
+        return bool(self.keys) if self.require_signature is None else self.require_signature
 
 
 class FarmConfig(_Section):

@@ -121,8 +121,13 @@ def _instead(name: object, document: Mapping[str, Any]) -> str | None:
 
 
 def _absolute_paths(fields: Mapping[str, Any], base: Path) -> dict[str, Any]:
-    """`cache.local` and the directories among `cache.remotes`, relative to `base` no more."""
+    """`cache.local`, `cache.keys` and the directories among `cache.remotes`, relative to `base` no
+    more."""
     absolute = dict(fields)
+    if isinstance(keys := fields.get("keys"), list | tuple):
+        absolute["keys"] = [
+            str(expanded_path(key, base)) if isinstance(key, str) and key else key for key in keys
+        ]
     if isinstance(local := fields.get("local"), str) and local:
         absolute["local"] = str(expanded_path(local, base))
     if isinstance(remotes := fields.get("remotes"), list | tuple):
