@@ -28,6 +28,7 @@ _HINTS = {
     errno.EFBIG: "raise the file size limit (ulimit -f)",
     errno.EACCES: "check who owns the path and its permissions",
     errno.EPERM: "check who owns the path and its permissions",
+    errno.ENOTDIR: "a part of that path is a file: name a directory",
     errno.EROFS: "the file system is read-only: name a writable directory for new artifacts",
 }
 _NO_WRITES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS})

@@ -11,13 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from neffbuild.config.build import BuildConfig
+from neffbuild.config.errors import ConfigError
 from neffbuild.config.serve import ServeConfig
+from neffbuild.config.values import shown
 from neffbuild.grid.shapes import Family
 
 _BUCKETS = "additional_config.neuron_config"
 _DRAFT = frozenset({Family.DRAFT, Family.DRAFT_PREFILL})
 _PREFILL = frozenset({Family.PREFILL, Family.DRAFT_PREFILL})
 _ALL = frozenset(Family)
+_AUXILIARY_LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,12 @@ INERT: tuple[Removal, ...] = (
         "ignore_patterns",
         "hf_token",
         "safetensors_load_strategy",
+        "safetensors_prefetch_block_size",
+        "safetensors_prefetch_num_threads",
+        "max_parallel_loading_workers",
+        "pt_load_map_location",
+        "use_tqdm_on_load",
+        "lora_modules",
         "speculative_config.revision",
     ),
     *_removals(
@@ -63,6 +72,8 @@ INERT: tuple[Removal, ...] = (
         "host",
         "port",
         "uds",
+        "grpc",
+        "grpc_port",
         "root_path",
         "api_key",
         "api_server_count",
@@ -71,40 +82,75 @@ INERT: tuple[Removal, ...] = (
         "ssl_certfile",
         "ssl_ca_certs",
         "ssl_cert_reqs",
+        "ssl_ciphers",
         "enable_ssl_refresh",
         "allow_credentials",
         "allowed_origins",
         "allowed_methods",
         "allowed_headers",
+        "allowed_local_media_path",
+        "allowed_media_domains",
         "middleware",
+        "h11_max_header_count",
+        "h11_max_incomplete_event_size",
+        "sse_keep_alive_interval",
+        "stream_interval",
+        "shutdown_timeout",
         "served_model_name",
         "chat_template",
         "chat_template_content_format",
+        "default_chat_template_kwargs",
+        "trust_request_chat_template",
         "response_role",
         "enable_auto_tool_choice",
+        "exclude_tools_when_tool_choice_none",
         "tool_call_parser",
         "tool_parser_plugin",
+        "tool_server",
+        "reasoning_parser",
+        "reasoning_parser_plugin",
         "return_tokens_as_token_ids",
         "enable_request_id_headers",
         "enable_prompt_tokens_details",
         "enable_server_load_tracking",
         "enable_force_include_usage",
+        "enable_tokenizer_info_endpoint",
+        "enable_offline_docs",
         "disable_fastapi_docs",
         "max_log_len",
     ),
     *_removals(
         "logging, tracing and metrics",
         "disable_log_stats",
-        "disable_log_requests",
         "enable_log_requests",
         "enable_log_outputs",
+        "enable_log_deltas",
+        "enable_logging_iteration_details",
+        "log_error_stack",
+        "log_level",
+        "logging_config",
         "uvicorn_log_level",
         "disable_uvicorn_access_log",
+        "disable_access_log_for_endpoints",
         "log_config_file",
         "otlp_traces_endpoint",
         "collect_detailed_traces",
         "show_hidden_metrics_for_version",
         "aggregate_engine_logging",
+        "cudagraph_metrics",
+        "custom_histogram_buckets",
+        "enable_mfu_metrics",
+        "enable_per_request_metrics",
+        "kv_cache_metrics",
+        "kv_cache_metrics_sample",
+        "kv_events_config",
+        "per_request_spec_decode_metrics",
+        "profiler_config",
+    ),
+    *_removals(
+        "where the engine keeps its own caches and dumps",
+        "compilation_config.cache_dir",
+        "compilation_config.debug_dump_path",
     ),
     *_removals(
         "how ranks find each other: addresses and ports",
@@ -112,9 +158,30 @@ INERT: tuple[Removal, ...] = (
         "master_port",
         "data_parallel_address",
         "data_parallel_rpc_port",
+        "data_parallel_supervisor_port",
         "kv_transfer_config.engine_id",
         "kv_transfer_config.kv_ip",
         "kv_transfer_config.kv_port",
+    ),
+    *_removals(
+        "how processes are started and watched",
+        "cpu_distributed_timeout_seconds",
+        "distributed_timeout_seconds",
+        "dp_supervisor_probe_failure_threshold",
+        "dp_supervisor_probe_interval_s",
+        "dp_supervisor_probe_timeout_s",
+        "numa_bind",
+        "numa_bind_cpus",
+        "numa_bind_nodes",
+        "ray_workers_use_nsight",
+    ),
+    *_removals(
+        "which of the ranks a process is, and its device: the rank scope is an ingredient of its own",
+        "data_parallel_rank",
+        "data_parallel_start_rank",
+        "device_ids",
+        "kv_transfer_config.kv_rank",
+        "node_rank",
     ),
     *_removals(
         "seeds the sampler's random numbers at run time",
@@ -189,18 +256,28 @@ def auxiliary_layers(config: BuildConfig) -> list[int] | None:
     """Target layers whose hidden states an EAGLE3 draft reads, or None without speculation.
 
     `eagle_aux_hidden_state_layer_ids` of the draft's configuration, else vLLM's default for a target
-    of n layers: 2, n // 2, n - 3.
+    of n layers: 2, n // 2, n - 3. Raises `ConfigError` for what is no list of integers.
     """
     if config.draft_model is None:
         return None
     draft = config.draft_model.architecture
     eagle = draft.get("eagle_config")
     for source in (draft, eagle if isinstance(eagle, Mapping) else {}):
-        stated = source.get("eagle_aux_hidden_state_layer_ids")
-        if stated:
-            return [int(layer) for layer in stated]
-    layers = int(config.model.architecture["num_hidden_layers"])
+        if stated := source.get(_AUXILIARY_LAYERS):
+            return _layer_ids(stated, config.draft_model.name)
+    layers = config.model.num_hidden_layers
     return [2, layers // 2, layers - 3]
+
+
+def _layer_ids(stated: Any, draft: str) -> list[int]:
+    if not isinstance(stated, list) or not all(type(layer) is int for layer in stated):
+        raise ConfigError(
+            f"config.json of model {draft}: {_AUXILIARY_LAYERS} is {shown(stated)}; allowed: a list of "
+            "integers",
+            field=_AUXILIARY_LAYERS,
+            value=stated,
+        )
+    return list(stated)
 
 
 def _remove(document: dict[str, Any], path: list[str]) -> None:

@@ -19,7 +19,8 @@ from neffbuild import __version__
 from neffbuild.cli import logs, output
 from neffbuild.config.errors import ConfigError, NeffbuildError
 
-_log = logging.getLogger(__name__)
+# Not `__name__`: that is `__main__` under `python -m`.
+_log = logging.getLogger("neffbuild.cli.main")
 _COMMANDS = {
     "plan": "What a serve config needs compiled, and what the cache already has.",
     "compile": "Compile what is missing into the local cache.",
@@ -99,6 +100,9 @@ def main() -> NoReturn:
     except (KeyboardInterrupt, click.exceptions.Abort):
         status = output.INTERRUPTED
     except Exception as error:
+        # Help is printed by click, which does not go through `output.write`.
+        if isinstance(error, BrokenPipeError) and output.is_cut_off():
+            sys.exit(0)
         status = _fail(_internal_error(error), json_wanted, status=output.INTERNAL)
     sys.exit(status if isinstance(status, int) else 0)
 

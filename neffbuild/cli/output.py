@@ -35,6 +35,16 @@ def write(text: str) -> None:
         ) from error
 
 
+def is_cut_off() -> bool:
+    """Whether the reader of stdout went away; what is left for it is then dropped."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _discard(sys.stdout)
+        return True
+    return False
+
+
 def remark(text: str) -> None:
     """A line on stderr. What cannot be written there is lost and stops nothing."""
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from neffbuild.cli import output
@@ -20,7 +20,7 @@ from neffbuild.farm.outcomes import (
 )
 from neffbuild.report.text import seconds, size
 
-_TAIL_LINES = 8
+_TAIL_LINES = 12
 """Lines of a failed unit's output that are shown with it."""
 
 
@@ -130,8 +130,19 @@ def _finished(event: UnitFinished) -> str:
     if result.cause is not None:
         text += f": {result.cause.text}"
     # Where a log is read, the machine it was written on is often gone, and the unit's own log with it.
-    tail = result.log_tail.splitlines()[-_TAIL_LINES:]
-    return "\n".join([text, *(f"    | {line}" for line in tail)])
+    tail = [line for line in _without_frames(result.log_tail.splitlines()) if line.strip()]
+    return "\n".join([text, *(f"    | {line}" for line in tail[-_TAIL_LINES:])])
+
+
+def _without_frames(lines: Iterable[str]) -> Iterator[str]:
+    """Without the frames of Python tracebacks, which push a compiler's own words out of sight."""
+    in_frames = False
+    for line in lines:
+        if line.startswith("Traceback (most recent call last):"):
+            in_frames = True
+        elif not (in_frames and line.startswith(" ")):
+            in_frames = False
+            yield line
 
 
 def _stopping(event: FarmStopping) -> str:

@@ -1,0 +1,203 @@
+"""`neffbuild compile` and what `plan` and `report` say before and after it."""
+
+from __future__ import annotations
+
+import os
+import pty
+from pathlib import Path
+
+import cli_samples
+import pytest
+from cli_samples import HOSTILE, INDUCTOR, UNITS, Project
+
+
+def outcomes(document: dict[str, list[dict[str, str]]]) -> dict[str, str]:
+    return {unit["bucket_name"]: unit["outcome"] for unit in document["units"]}
+
+
+def test_a_compile_fills_the_cache_and_the_next_does_nothing(project: Project) -> None:
+    config = project.write()
+    plan = project.run("plan", config)
+    assert "6 units (6 target): 0 cached, 6 missing" in plan.out
+    assert f"next: neffbuild compile {config}" in plan.out
+    first = project.run("compile", config)
+    assert first.status == 0
+    assert first.err.startswith("6 units, ")
+    for number, name in enumerate(UNITS):
+        assert f"[{number + 1}/6] built" in first.err
+        assert f"{name}" in first.out
+    second = project.run("compile", config)
+    assert second.status == 0
+    assert second.out == f"nothing to do: all 6 units are cached in {project.cache}\n"
+    assert second.err == ""
+    assert "6 cached, 0 missing" in project.run("plan", config, "--check").out
+
+
+def test_only_compiles_what_it_names(project: Project) -> None:
+    config = project.write()
+    ran = project.run("compile", config, "--only", "*_ctx1024", "--json")
+    assert ran.status == 0
+    assert outcomes(ran.document) == dict.fromkeys(UNITS[::2], "built")
+    again = project.run("compile", config, "--only", "*_ctx1024")
+    assert "all 3 units are cached" in again.out
+    assert project.run("plan", config, "--json").document["counts"]["missing"] == 3
+
+
+def test_limit_leaves_the_rest_and_says_so(project: Project) -> None:
+    config = project.write()
+    ran = project.run("compile", config, "--limit", "2")
+    assert ran.status == 0
+    assert f"4 more units are missing; next: neffbuild compile {config}" in ran.out
+    ran = project.run("compile", config, "--limit", "3", "--json")
+    assert list(outcomes(ran.document).values()).count("built") == 3
+    assert list(outcomes(ran.document).values()).count("cached") == 2
+    ran = project.run("compile", config, "--limit", "3", "--json")
+    assert ran.document["counts"] == {"built": 1, "cached": 5, "failed": 0}
+
+
+def test_workers_run_at_once(project: Project) -> None:
+    config = project.write(control=cli_samples.order(project.root, seconds=0.3))
+    ran = project.run("compile", config, "--workers", "6")
+    assert ran.status == 0
+    assert "6 units, 6 at once" in ran.err
+
+
+class TestOneFailure:
+    """One unit of six fails."""
+
+    @pytest.fixture
+    def failed(self, project: Project) -> Project:
+        control = cli_samples.order(project.root, b2_ctx1024="compiler_exits_70")
+        project.write(control=control)
+        return project
+
+    def test_costs_itself_alone(self, failed: Project) -> None:
+        ran = failed.run("compile", "config.yaml", "--json")
+        assert ran.status == 1
+        assert ran.document["counts"] == {"built": 5, "cached": 0, "failed": 1}
+        [unit] = [one for one in ran.document["units"] if one["outcome"] == "failed"]
+        assert unit["bucket_name"] == "decode_b2_ctx1024"
+        assert "sh ended with exit code 70" in unit["cause"]
+        plan = failed.run("plan", "config.yaml", "--json").document
+        assert plan["counts"]["cached"] == 5
+        assert plan["counts"]["missing"] == 1
+
+    def test_is_explained_where_it_is_met_again(self, failed: Project) -> None:
+        ran = failed.run("compile", "config.yaml")
+        assert ran.status == 1
+        # The compiler's own words are in the log of the run itself.
+        assert "failed decode_b2_ctx1024" in ran.err
+        assert "    | error: NCC_EVRF007" in ran.err
+        assert "1 units are not compiled; try them again: neffbuild compile config.yaml" in ran.out
+        log = next(word for word in ran.out.split() if word.endswith(".log"))
+        assert "NCC_EVRF007" in Path(log).read_text(encoding="utf-8")
+
+        [planned] = [
+            unit
+            for unit in failed.run("plan", "config.yaml", "--json").document["units"]
+            if unit["status"] == "missing"
+        ]
+        reason = "last compile failed (compiler_error): sh ended with exit code 70"
+        assert planned["reason"] == reason
+        assert reason in failed.run("plan", "config.yaml").out
+        report = failed.run("report", "config.yaml")
+        assert report.status == 1
+        assert "sh ended with exit code 70" in report.out
+        assert "next: neffbuild compile config.yaml" in report.out
+
+    def test_leaves_the_rest_usable(self, failed: Project, tmp_path: Path) -> None:
+        assert failed.run("compile", "config.yaml").status == 1
+        remote = str(tmp_path / "remote")
+        ran = failed.run("push", "config.yaml", "--to", remote, "--tag", "t", "--json")
+        assert ran.status == 1
+        assert "decode_b2_ctx1024" in ran.error["message"]
+        assert "--allow-partial" in ran.error["hint"]
+        push = ["push", "config.yaml", "--to", remote, "--tag", "t", "--allow-partial"]
+        assert "pushed 5 of 6 units" in failed.run(*push).out
+        pulled = failed.run("pull", remote, "--tag", "default:t", "--cache", "other", "--json")
+        assert pulled.document["units"] == 5
+
+    def test_is_tried_again(self, failed: Project) -> None:
+        assert failed.run("compile", "config.yaml").status == 1
+        cli_samples.order(failed.root)
+        ran = failed.run("compile", "config.yaml", "--json")
+        assert ran.status == 0
+        assert ran.document["counts"] == {"built": 1, "cached": 5, "failed": 0}
+        assert failed.run("plan", "config.yaml", "--check").status == 0
+
+
+def test_a_report_has_what_compiling_cost(compiled: Project) -> None:
+    document = compiled.run("report", "config.yaml", "--json").document
+    assert document["wall_seconds"] > 0
+    assert [unit["bucket_name"] for unit in document["units"]] == UNITS
+    for unit in document["units"]:
+        assert unit["outcome"] == "cached"
+        assert unit["compile_seconds"] > 0
+        assert unit["peak_memory_bytes"] > 1 << 20
+        assert unit["artifact_bytes"] == 64 * 64 + 2
+    text = compiled.run("report", "config.yaml").out
+    assert "6 units: " in text
+    assert "24.0 KiB of artifacts" in text
+
+
+def test_inductor_plans_for_many_ranks_and_refuses_to_compile(project: Project) -> None:
+    config = project.write(toolchain=INDUCTOR, tensor_parallel_size=2)
+    plan = project.run("plan", config, "--json")
+    assert plan.status == 0
+    assert plan.document["counts"]["missing"] == 6
+    assert "tensor_parallel_size is 2" in plan.document["refusal"]
+    assert "to plan with only: inductor builds for one rank only" in project.run("plan", config).out
+    ran = project.run("compile", config, "--json")
+    assert ran.status == 2
+    assert ran.error["kind"] == "toolchain"
+    assert "tensor_parallel_size is 2" in ran.error["message"]
+    assert "neffbuild plan" in ran.error["hint"]
+
+
+def test_a_host_of_other_versions_is_refused_before_it_compiles(project: Project) -> None:
+    config = project.write(toolchain={"name": "inductor", "versions": {"torch": "1.0"}})
+    ran = project.run("compile", config)
+    assert ran.status == 2
+    assert "torch 1.0 is planned" in ran.err
+    assert "built" not in ran.err
+
+
+def test_next_steps_can_be_pasted(project: Project) -> None:
+    (project.root / "my configs").mkdir()
+    config = project.write("my configs/a b.yaml", model="../model")
+    plan = project.run("plan", config, "--cache", "my cache")
+    assert "next: neffbuild compile 'my configs/a b.yaml' --cache 'my cache'" in plan.out
+    line = ["--", "vllm", "serve", "./model", "--max-model-len=512"]
+    plan = project.run("plan", *line)
+    assert "next: neffbuild compile -- vllm serve ./model --max-model-len=512" in plan.out
+
+
+def on_a_terminal(project: Project, *words: str, **environment: str) -> tuple[int, str]:
+    """Status and stderr of a run whose stderr is a terminal."""
+    ours, theirs = pty.openpty()
+    with project.start(*words, stderr=theirs, env={"TERM": "xterm", **environment}) as process:
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                part = os.read(ours, 1 << 16)
+            except OSError:  # the other side is closed
+                break
+            if not part:
+                break
+            shown += part
+    os.close(ours)
+    return process.returncode, shown.decode()
+
+
+def test_a_terminal_gets_a_display_and_ci_plain_lines(project: Project) -> None:
+    config = project.write(control=cli_samples.order(project.root, b1_ctx1024="exit_70"))
+    status, shown = on_a_terminal(project, "compile", config)
+    assert status == 1
+    assert "\x1b[" in shown
+    assert "failed decode_b1_ctx1024" in shown
+    project.write(toolchain=HOSTILE)
+    status, shown = on_a_terminal(project, "compile", config, CI="1")
+    assert status == 0
+    assert "\x1b" not in shown
+    assert "[6/6] built" in shown
