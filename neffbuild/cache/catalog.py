@@ -224,6 +224,18 @@ def read_addressed(store: Store, name: str) -> bytes | None:
     return document.data
 
 
+def require_addressed(store: Store, name: str, by: str) -> bytes:
+    """A document named by the digest of its content, which `by` says is there. Raises `IntegrityError`
+    when it is not."""
+    data = read_addressed(store, name)
+    if data is None:
+        raise IntegrityError(
+            f"{name}, which {by} names, is not in {store.url}",
+            hint="push again from where it was built",
+        )
+    return data
+
+
 def write_addressed(store: Store, name: str, data: bytes) -> None:
     """Store a document under the digest of its content, replacing a damaged one."""
     for _ in range(_ATTEMPTS):

@@ -12,7 +12,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Self
 
@@ -29,6 +29,8 @@ PAYLOAD_TYPE = "application/vnd.neffbuild.tag+json"
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _ATTEMPTS = 50
 _LONGEST_PAUSE = 0.5
+_HIGHEST_SEQUENCE = (1 << 53) - 1  # what every JSON parser keeps exactly
+_UNKNOWN_TIME = datetime.min.replace(tzinfo=UTC)
 _log = logging.getLogger(__name__)
 
 Signer = Callable[[bytes], Sequence[Signature]]
@@ -75,11 +77,23 @@ class TagRef:
 @dataclass(frozen=True, slots=True)
 class Trust:
     """Whom to believe. `check` verifies signatures and is asked whenever an envelope has some, and
-    always with `require_signature`; without a `check` a required signature is never good."""
+    always with `require_signature`; without a `check` a required signature is never good.
+    `min_sequence` is the lowest sequence a tag may have."""
 
     require_signature: bool = False
     min_sequence: int = 0
     check: SignatureCheck | None = None
+
+    def fault(self, envelope: Envelope) -> str | None:
+        """Why an envelope's signatures are not good enough, or None."""
+        if not envelope.signatures and not self.require_signature:
+            return None
+        if not envelope.signatures:
+            return "it is not signed, and a signature is required"
+        if self.check is not None:
+            return self.check(envelope)
+        required = self.require_signature
+        return "a signature is required and no key is configured" if required else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +128,7 @@ class TagStatement:
             if document["schema"] != SCHEMA:
                 raise IntegrityError(f"tag has schema {document['schema']!r}, expected {SCHEMA}")
             sequence = document["sequence"]
-            if type(sequence) is not int or sequence < 1:
+            if type(sequence) is not int or not 1 <= sequence <= _HIGHEST_SEQUENCE:
                 raise IntegrityError(f"tag has the malformed sequence {sequence!r:.50}")
             return cls(
                 ref=TagRef(document["name"], document["tag"]),
@@ -132,7 +146,7 @@ def tag_problem(
     """What is wrong with a tag's document as served under `ref`, the gravest first, or None."""
     try:
         envelope = Envelope.from_json(data)
-        reason = _signature_fault(envelope, trust)
+        reason = trust.fault(envelope)
         if reason is not None:
             return Problem(ProblemKind.BAD_SIGNATURE, str(ref), reason)
         statement = TagStatement.from_envelope(envelope)
@@ -169,6 +183,14 @@ def resolve_tag(store: Store, ref: TagRef, trust: Trust, *, last_seen: int = 0) 
     return _statement(document)
 
 
+def check_movable(
+    store: Store, ref: TagRef, trust: Trust, *, last_seen: int = 0, sign: Signer | None = None
+) -> None:
+    """Raise now what `point_tag` would raise of the tag as it is: before there is much to copy."""
+    _refuse_unsigned(store, ref, trust, sign)
+    _mergeable(store, ref, _present(store, ref, trust, last_seen, sign))
+
+
 def point_tag(
     store: Store,
     ref: TagRef,
@@ -187,26 +209,79 @@ def point_tag(
     index is damaged or gone, the tag names nothing any more and its index is started afresh.
 
     Raises `IntegrityError` when the present tag is not to be believed: merging would put our name to
-    somebody else's manifests.
+    somebody else's manifests. For the same reason, whoever signs merges with signed tags only. Raises
+    `ConfigError` when a signature is needed and there is no key to sign with.
     """
+
+    def merged(present: _Present) -> Index:
+        return _mergeable(store, ref, present).with_manifest(platform, manifest)
+
+    return _move(store, ref, merged, trust, last_seen, sign, expires)
+
+
+def replace_tag(
+    store: Store,
+    ref: TagRef,
+    index: Index,
+    trust: Trust,
+    *,
+    last_seen: int = 0,
+    sign: Signer | None = None,
+    expires: datetime | None = None,
+) -> TagStatement:
+    """Make a tag name this index and nothing of what it named before.
+
+    The sequence rises above that of the present statement, where it can be believed, and above
+    `last_seen`. What cannot be believed is written over: nothing of it is kept. Raises `ConfigError`
+    as `point_tag` does.
+    """
+
+    def replaced(present: _Present) -> Index:
+        if present.problem is not None:
+            _log.warning("replacing tag %s of %s: %s", ref, store.url, present.problem.detail)
+        return index
+
+    return _move(store, ref, replaced, trust, last_seen, sign, expires)
+
+
+@dataclass(frozen=True, slots=True)
+class _Present:
+    """A tag as it is before it is moved: its document, what is wrong with it, and what it says where
+    nothing is."""
+
+    document: Document | None = None
+    problem: Problem | None = None
+    statement: TagStatement | None = None
+
+
+def _move(
+    store: Store,
+    ref: TagRef,
+    choose: Callable[[_Present], Index],
+    trust: Trust,
+    last_seen: int,
+    sign: Signer | None,
+    expires: datetime | None,
+) -> TagStatement:
+    _refuse_unsigned(store, ref, trust, sign)
     for attempt in range(_ATTEMPTS):
-        current = store.read(ref.document_name)
-        known = _believed(store, ref, current, trust, last_seen)
-        index = (known.index if known else Index()).with_manifest(platform, manifest)
-        lowest = max(last_seen + 1, trust.min_sequence, 1)
+        present = _present(store, ref, trust, last_seen, sign)
+        index = choose(present)
+        known = present.statement.sequence if present.statement else 0
         statement = TagStatement(
             ref,
             write_index(store, index),
-            max(known.statement.sequence + 1, lowest) if known else lowest,
+            max(known + 1, last_seen + 1, trust.min_sequence),
             expires,
         )
         envelope = Envelope(PAYLOAD_TYPE, statement.payload())
         if sign is not None:
             envelope = envelope.with_signatures(sign(envelope.signed_bytes))
-        if current is None:
+        if present.document is None:
             written = store.create(ref.document_name, envelope.to_json())
         else:
-            written = store.replace(ref.document_name, envelope.to_json(), current.version)
+            version = present.document.version
+            written = store.replace(ref.document_name, envelope.to_json(), version)
         if written:
             return statement
         time.sleep(random.uniform(0, min(_LONGEST_PAUSE, 0.01 * 2**attempt)))
@@ -216,51 +291,58 @@ def point_tag(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Believed:
-    statement: TagStatement
-    index: Index
+def _refuse_unsigned(store: Store, ref: TagRef, trust: Trust, sign: Signer | None) -> None:
+    if sign is None and trust.require_signature:
+        raise ConfigError(
+            f"tag {ref} of {store.url} has to be signed, and there is no key to sign it with",
+            field="--key",
+            hint="give --key FILE or URI; `neffbuild keygen` makes a key",
+        )
 
 
-def _believed(
-    store: Store, ref: TagRef, current: Document | None, trust: Trust, last_seen: int
-) -> _Believed | None:
-    """The tag to merge with, or None where there is nothing to keep."""
-    if current is None:
-        return None
+def _present(
+    store: Store, ref: TagRef, trust: Trust, last_seen: int, sign: Signer | None
+) -> _Present:
+    document = store.read(ref.document_name)
+    if document is None:
+        return _Present()
+    if sign is not None:
+        trust = replace(trust, require_signature=True)
     # Expiry does not matter here: writing is how an expired tag is renewed.
-    problem = tag_problem(
-        ref, current.data, trust, last_seen=last_seen, now=datetime.min.replace(tzinfo=UTC)
-    )
+    problem = tag_problem(ref, document.data, trust, last_seen=last_seen, now=_UNKNOWN_TIME)
+    if problem is not None:
+        return _Present(document, problem)
+    if sign is None and Envelope.from_json(document.data).signatures:
+        raise ConfigError(
+            f"tag {ref} of {store.url} is signed, and there is no key to sign it with again",
+            field="--key",
+            hint="give --key FILE or URI, or use another tag",
+        )
+    return _Present(document, statement=_statement(document))
+
+
+def _mergeable(store: Store, ref: TagRef, present: _Present) -> Index:
+    """The index to merge with; an empty one where there is nothing to keep."""
+    problem = present.problem
     if problem is not None and problem.kind is not ProblemKind.BAD_ENTRY:
         raise IntegrityError(
             f"tag {ref} of {store.url} is not to be merged with: {problem.detail}",
+            value=str(ref),
             hint="find out who wrote it; a new tag name, or removing the tag, starts afresh",
         )
     if problem is not None:
         _log.warning("starting tag %s of %s afresh: %s", ref, store.url, problem.detail)
-        return None
-    statement = _statement(current)
+    if present.statement is None:
+        return Index()
     try:
-        index = read_index(store, statement.index)
+        return read_index(store, present.statement.index) or Index()
     except IntegrityError as error:
         _log.warning("index of tag %s of %s is lost: %s", ref, store.url, error.message)
-        index = None
-    return _Believed(statement, index or Index())
+        return Index()
 
 
 def _statement(document: Document) -> TagStatement:
     return TagStatement.from_envelope(Envelope.from_json(document.data))
-
-
-def _signature_fault(envelope: Envelope, trust: Trust) -> str | None:
-    if not envelope.signatures and not trust.require_signature:
-        return None
-    if not envelope.signatures:
-        return "it is not signed, and a signature is required"
-    if trust.check is not None:
-        return trust.check(envelope)
-    return "a signature is required and no key is configured" if trust.require_signature else None
 
 
 def _no_such_tag(store: Store, ref: TagRef) -> str:

@@ -1,12 +1,11 @@
 """Push and pull: moving one manifest and everything it needs between a local store and a remote one.
 
-The order of writes is the guarantee: blobs, entries, manifest, index, tag. Whatever is visible is
+The order of writes is the guarantee: blobs, entries, manifest, provenance, index, tag. Whatever is visible is
 whole, wherever either side is interrupted; a repeated transfer copies only what is still missing.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from neffbuild.cache.attestation import require_attestation, write_attestation
 from neffbuild.cache.catalog import (
     Hit,
     entry_name,
@@ -21,6 +21,7 @@ from neffbuild.cache.catalog import (
     manifest_name,
     read_addressed,
     read_entries,
+    require_addressed,
     write_addressed,
     write_index,
     write_manifest,
@@ -28,21 +29,27 @@ from neffbuild.cache.catalog import (
 )
 from neffbuild.cache.directory import DirectoryStore
 from neffbuild.cache.entry import Entry
-from neffbuild.cache.files import says_unwritable
 from neffbuild.cache.index import Index, platform_text
 from neffbuild.cache.manifest import Manifest
 from neffbuild.cache.records import note_sequence, seen_sequence, write_pointer
+from neffbuild.cache.release import remember_sequence
 from neffbuild.cache.store import Store
-from neffbuild.cache.tag import Signer, TagRef, TagStatement, Trust, point_tag, resolve_tag
-from neffbuild.config.errors import IntegrityError, StoreError, UnitsIncomplete
+from neffbuild.cache.tag import (
+    Signer,
+    TagRef,
+    TagStatement,
+    Trust,
+    check_movable,
+    point_tag,
+    resolve_tag,
+)
+from neffbuild.config.errors import StoreError, UnitsIncomplete
 
 WORKERS = 8
 """Blobs copied at once. Copying waits for disks and networks, and hashing releases the interpreter."""
 
 Progress = Callable[[int, int], None]
 """(bytes copied so far, bytes to copy in all); called from any thread, one call at a time."""
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +89,10 @@ def push(
 ) -> Pushed:
     """Copy a manifest with all it names to a remote store, then make the tag name it.
 
-    Without a tag the index holds this manifest alone and is found by its digest. Raises
-    `UnitsIncomplete` when the manifest lacks units and `allow_partial` is not given, `IntegrityError`
-    for a damaged local blob or a tag that is not to be believed.
+    Without a tag the index holds this manifest alone and is found by its digest. `sign` signs the tag
+    and the manifest's provenance. Raises `UnitsIncomplete` when the manifest lacks units and
+    `allow_partial` is not given, `IntegrityError` for a damaged local blob or a tag that is not to be
+    believed, `ConfigError` when the tag has to be signed and there is no key.
     """
     if manifest.missing and not allow_partial:
         names = [unit.shape.bucket_name for unit in manifest.missing]
@@ -92,6 +100,9 @@ def push(
             f"{len(names)} of the plan's units are not stored: {_some(names)}",
             hint="run `neffbuild compile` first, or push what there is with --allow-partial",
         )
+    last_seen = seen_sequence(local, remote.url, ref.name, ref.tag) if ref else 0
+    if ref is not None:
+        check_movable(remote, ref, trust, last_seen=last_seen, sign=sign)
     sizes = manifest.blobs
     absent = {digest: sizes[digest] for digest in sizes.keys() - remote.present_blobs(sizes)}
 
@@ -101,6 +112,8 @@ def push(
     _copy_all(absent, copy, workers, progress)
     _write_entries(remote, manifest.entries)
     digest = write_manifest(remote, manifest)
+    if sign is not None:
+        write_attestation(remote, digest, manifest, sign)
     if ref is None:
         index = write_index(remote, Index().with_manifest(manifest.platform, digest))
         return Pushed(index, digest, None, len(absent), sum(absent.values()))
@@ -110,19 +123,11 @@ def push(
         manifest.platform,
         digest,
         trust,
-        last_seen=seen_sequence(local, remote.url, ref.name, ref.tag),
+        last_seen=last_seen,
         sign=sign,
         expires=expires,
     )
-    try:
-        note_sequence(local, remote.url, ref.name, ref.tag, statement.sequence)
-    except StoreError as error:
-        # The push is done: a local cache that can only be read must not make it look failed.
-        if not says_unwritable(error):
-            raise
-        _log.warning(
-            "the tag's sequence could not be remembered", extra={"fields": {"cause": error.message}}
-        )
+    remember_sequence(local, remote, statement)
     return Pushed(statement.index, digest, statement, len(absent), sum(absent.values()))
 
 
@@ -145,13 +150,14 @@ def pull(
     if isinstance(source, TagRef):
         seen = seen_sequence(local, remote.url, source.name, source.tag)
         statement = resolve_tag(remote, source, trust, last_seen=seen)
-        index = _named(remote, index_name(statement.index), f"tag {source}")
+        index = require_addressed(remote, index_name(statement.index), f"tag {source}")
         digest = _choose(remote, Index.from_json(index), platform)
-        data = _named(remote, manifest_name(digest), f"the index of tag {source}")
+        data = require_addressed(remote, manifest_name(digest), f"the index of tag {source}")
     else:
         statement = None
         digest, data = _by_digest(remote, source, platform)
     manifest = Manifest.from_json(data)
+    require_attestation(remote, digest, manifest, trust)
     sizes = manifest.blobs
     absent = {digest: sizes[digest] for digest in sizes.keys() - local.present_blobs(sizes)}
     modes = {
@@ -178,7 +184,7 @@ def _by_digest(remote: Store, digest: str, platform: Mapping[str, Any] | None) -
     index = read_addressed(remote, index_name(digest))
     if index is not None:
         digest = _choose(remote, Index.from_json(index), platform)
-        return digest, _named(remote, manifest_name(digest), "the index")
+        return digest, require_addressed(remote, manifest_name(digest), "the index")
     data = read_addressed(remote, manifest_name(digest))
     if data is None:
         raise StoreError(
@@ -203,16 +209,6 @@ def _choose(remote: Store, index: Index, platform: Mapping[str, Any] | None) -> 
             hint="compile and push for this platform, or use one of those listed",
         )
     return digest
-
-
-def _named(remote: Store, name: str, by: str) -> bytes:
-    data = read_addressed(remote, name)
-    if data is None:
-        raise IntegrityError(
-            f"{name}, which {by} names, is not in {remote.url}",
-            hint="push again from where it was built",
-        )
-    return data
 
 
 def _write_entries(store: Store, entries: Mapping[str, Entry]) -> None:

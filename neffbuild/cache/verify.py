@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TypeVar
 
+from neffbuild.cache.attestation import attestation_problem, read_attestation
 from neffbuild.cache.canonical import digest_bytes
 from neffbuild.cache.catalog import (
     entry_key,
@@ -32,6 +33,7 @@ from neffbuild.config.errors import ConfigError, IntegrityError, StoreError
 WORKERS = 4
 """Blobs hashed at once."""
 
+_ANYONE = Trust()
 _Parsed = TypeVar("_Parsed")
 
 
@@ -70,8 +72,8 @@ def verify_tag(
     document = store.read(ref.document_name)
     if document is None:
         raise StoreError(f"{store.url} has no tag {ref}", field="tag", value=str(ref))
-    check = _Check(store)
-    check.tag(ref, document.data, trust, last_seen)
+    check = _Check(store, trust)
+    check.tag(ref, document.data, last_seen)
     return check.result(workers)
 
 
@@ -82,8 +84,11 @@ def verify_store(
     last_seen: Callable[[TagRef], int] = lambda _: 0,
     workers: int = WORKERS,
 ) -> Verified:
-    """Check everything in a store: all tags, indexes, manifests and entries, and what they name."""
-    check = _Check(store)
+    """Check everything in a store: all tags, indexes, manifests and entries, and what they name.
+
+    `trust.min_sequence` is asked of every tag.
+    """
+    check = _Check(store, trust)
     for name in _listed(store, "tags/"):
         document = store.read(name)
         if document is None:
@@ -94,7 +99,7 @@ def verify_store(
         except ConfigError as error:
             check.problem(ProblemKind.BAD_ENTRY, name, error.message)
             continue
-        check.tag(ref, document.data, trust, last_seen(ref))
+        check.tag(ref, document.data, last_seen(ref))
     for name in _listed(store, "indexes/"):
         check.index(entry_key(name), "it is listed")
     for name in _listed(store, "manifests/"):
@@ -112,8 +117,9 @@ def repair(store: Store, verified: Verified) -> None:
 class _Check:
     """One verification under way: what was seen, what is wrong, which blobs are left to read."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, trust: Trust = _ANYONE) -> None:
         self._store = store
+        self._trust = trust
         self._problems: dict[Problem, None] = {}
         self._addressed: set[str] = set()
         self._entries: dict[str, list[Mapping[str, int]]] = {}
@@ -121,8 +127,9 @@ class _Check:
     def problem(self, kind: ProblemKind, key: str, detail: str) -> None:
         self._problems[Problem(kind, key, detail)] = None
 
-    def tag(self, ref: TagRef, data: bytes, trust: Trust, last_seen: int) -> None:
-        problem = tag_problem(ref, data, trust, last_seen=last_seen, now=datetime.now(UTC))
+    def tag(self, ref: TagRef, data: bytes, last_seen: int) -> None:
+        now = datetime.now(UTC)
+        problem = tag_problem(ref, data, self._trust, last_seen=last_seen, now=now)
         if problem is not None:
             self._problems[problem] = None
         try:
@@ -138,8 +145,13 @@ class _Check:
 
     def manifest_of(self, digest: str, why: str) -> None:
         manifest = self._parse(manifest_name, digest, why, Manifest.from_json)
-        if manifest is not None:
-            self.manifest(manifest)
+        if manifest is None:
+            return
+        self.manifest(manifest)
+        data = read_attestation(self._store, digest, self._trust)
+        problem = attestation_problem(digest, manifest, data, self._trust)
+        if problem is not None:
+            self._problems[problem] = None
 
     def manifest(self, manifest: Manifest) -> None:
         for unit in manifest.missing:

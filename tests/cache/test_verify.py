@@ -191,7 +191,8 @@ class TestTags:
     def test_unsigned_rolled_back_and_expired(
         self, store: DirectoryStore, remote: DirectoryStore, entries: list[Entry]
     ) -> None:
-        assert self.kinds(remote, Trust(require_signature=True)) == ["bad_signature"]
+        # The tag, and the provenance of the manifest.
+        assert self.kinds(remote, Trust(require_signature=True)) == ["bad_signature"] * 2
         assert self.kinds(remote, seen=2) == ["rollback"]
         assert self.kinds(remote, Trust(min_sequence=2)) == ["rollback"]
         past = datetime.now(UTC) - timedelta(seconds=1)

@@ -1,0 +1,100 @@
+"""What a tag or a digest leads to, read as a whole and checked, without copying any artifact.
+
+Promoting, comparing and re-signing work on this; a pull takes one manifest of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from neffbuild.cache.attestation import require_attestation
+from neffbuild.cache.catalog import (
+    index_name,
+    manifest_name,
+    read_index,
+    read_manifest,
+    require_addressed,
+)
+from neffbuild.cache.directory import DirectoryStore
+from neffbuild.cache.files import says_unwritable
+from neffbuild.cache.index import Index
+from neffbuild.cache.manifest import Manifest
+from neffbuild.cache.records import note_sequence, seen_sequence
+from neffbuild.cache.store import Store
+from neffbuild.cache.tag import TagRef, TagStatement, Trust, resolve_tag
+from neffbuild.config.errors import StoreError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """An index and its manifests (digest → manifest); `statement` is that of the tag it was found by,
+    None where it was found by a digest."""
+
+    index: Index
+    manifests: Mapping[str, Manifest]
+    statement: TagStatement | None
+
+    @property
+    def blobs(self) -> dict[str, int]:
+        """digest → size of every blob the manifests need, each once."""
+        return {
+            digest: size
+            for manifest in self.manifests.values()
+            for digest, size in manifest.blobs.items()
+        }
+
+
+def read_release(
+    remote: Store, local: DirectoryStore, source: TagRef | str, trust: Trust
+) -> Release:
+    """What a tag names, or an index or manifest of this digest. `local` remembers which sequence of
+    the tag was seen last.
+
+    Raises `IntegrityError` for whatever does not verify, `StoreError` when there is no such tag or
+    digest.
+    """
+    statement = None
+    if isinstance(source, TagRef):
+        seen = seen_sequence(local, remote.url, source.name, source.tag)
+        statement = resolve_tag(remote, source, trust, last_seen=seen)
+        data = require_addressed(remote, index_name(statement.index), f"tag {source}")
+        index = Index.from_json(data)
+    else:
+        index = _index_of(remote, source)
+    manifests = {}
+    for one in index.manifests:
+        name = manifest_name(one.manifest)
+        data = require_addressed(remote, name, f"the index of {source}")
+        manifest = manifests[one.manifest] = Manifest.from_json(data)
+        require_attestation(remote, one.manifest, manifest, trust)
+    return Release(index, manifests, statement)
+
+
+def remember_sequence(local: DirectoryStore, remote: Store, statement: TagStatement) -> None:
+    """Remember the sequence of a tag that was just written. A local cache that can only be read must
+    not make what is done look failed."""
+    ref = statement.ref
+    try:
+        note_sequence(local, remote.url, ref.name, ref.tag, statement.sequence)
+    except StoreError as error:
+        if not says_unwritable(error):
+            raise
+        _log.warning(
+            "the tag's sequence could not be remembered", extra={"fields": {"cause": error.message}}
+        )
+
+
+def _index_of(remote: Store, digest: str) -> Index:
+    index = read_index(remote, digest)
+    if index is not None:
+        return index
+    manifest = read_manifest(remote, digest)
+    if manifest is None:
+        raise StoreError(
+            f"{remote.url} has no index and no manifest {digest}", field="digest", value=digest
+        )
+    return Index().with_manifest(manifest.platform, digest)
