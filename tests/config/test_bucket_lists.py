@@ -79,6 +79,7 @@ def test_no_list_of_ascending_positive_integers(
 
 def test_hints_say_what_to_write(workspace: Workspace) -> None:
     assert workspace.refused(lists(num_seqs_buckets=8)).hint == "write [8]"
+    assert workspace.refused(lists(num_seqs_buckets={})).hint is None
     assert workspace.refused(lists(num_seqs_buckets=[8, 4, 4])).hint == "write [4, 8]"
     assert "context buckets" in (
         workspace.refused(lists(decode_context_length_buckets=[])).hint or ""
@@ -191,7 +192,7 @@ def test_the_assumed_step_size_is_noted_where_it_matters(workspace: Workspace) -
         ({}, {"kv_segment_size_buckets": [512, 1024]}, "allowed: one of [512], [1024]"),
         ({}, {"kv_segment_size_buckets": [256]}, "allowed: one of [512], [1024]"),
         ({"block_size": 1024}, {"kv_segment_size_buckets": [512]},
-         "512 is not a multiple of block_size 1024; allowed: one of [1024], [2048]"),
+         "allowed: one of [1024], [2048], [4096], [8192], with block_size 1024"),
         ({"max_num_batched_tokens": 2048},
          {"kv_segment_size_buckets": [1024], "num_batched_tokens_buckets": [512, 2048]},
          "while num_batched_tokens_buckets is [512, 2048]"),

@@ -147,7 +147,9 @@ def test_paths_of_the_file_are_relative_to_it(
 ) -> None:
     monkeypatch.setenv("TIER", "/tiers")
     remotes = [{"url": "tier"}, {"url": "$TIER/a"}, {"url": "file:///x"}, {"url": "s3://b"}]
-    config = workspace.load(cache={"local": "~/c", "remotes": remotes})
+    keys = ["ci.pub", "/etc/release.pub"]
+    config = workspace.load(cache={"local": "~/c", "remotes": remotes, "keys": keys})
+    assert config.cache.keys == (str(workspace.root / "ci.pub"), "/etc/release.pub")
     assert config.cache.local == str(workspace.root / "home" / "c")
     assert [remote.url for remote in config.cache.remotes] == [
         str(workspace.root / "tier"),
