@@ -108,10 +108,18 @@ def stored_keys(store: Store, keys: Iterable[str]) -> dict[str, str | None]:
 
     The same test as `read_entries` without building the entries: for plans of thousands of units.
     """
+    wanted = list(dict.fromkeys(keys))
+    known = whole_keys(store, wanted)
+    failures = read_failures(store, [key for key in wanted if key not in known])
+    known.update((key, failure.summary) for key, failure in failures.items())
+    return known
+
+
+def whole_keys(store: Store, keys: Iterable[str]) -> dict[str, str | None]:
+    """`stored_keys` without the failures, which only a local store remembers."""
     known: dict[str, str | None] = {}
     blobs: dict[str, Mapping[str, int]] = {}
-    wanted = list(dict.fromkeys(keys))
-    for name, document in store.read_many(map(entry_name, wanted)):
+    for name, document in store.read_many(map(entry_name, keys)):
         key = entry_key(name)
         try:
             blobs[key] = entry_blobs(document.data, expected_key=key)
@@ -119,8 +127,6 @@ def stored_keys(store: Store, keys: Iterable[str]) -> dict[str, str | None]:
             known[key] = error.message
     lost = _missing_blobs(store, blobs)
     known.update((key, lost.get(key)) for key in blobs)
-    failures = read_failures(store, [key for key in wanted if key not in known])
-    known.update((key, failure.summary) for key, failure in failures.items())
     return known
 
 

@@ -6,29 +6,23 @@ whole, wherever either side is interrupted; a repeated transfer copies only what
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from neffbuild.cache.attestation import require_attestation, write_attestation
 from neffbuild.cache.catalog import (
-    Hit,
-    entry_name,
     index_name,
     manifest_name,
     read_addressed,
-    read_entries,
     require_addressed,
     write_addressed,
     write_index,
     write_manifest,
-    write_over,
 )
+from neffbuild.cache.copying import WORKERS, Progress, copy_blobs, file_modes, write_entries
 from neffbuild.cache.directory import DirectoryStore
-from neffbuild.cache.entry import Entry
 from neffbuild.cache.index import Index, platform_text
 from neffbuild.cache.manifest import Manifest
 from neffbuild.cache.records import note_sequence, seen_sequence, write_pointer
@@ -45,12 +39,6 @@ from neffbuild.cache.tag import (
 )
 from neffbuild.config.errors import StoreError, UnitsIncomplete
 
-WORKERS = 8
-"""Blobs copied at once. Copying waits for disks and networks, and hashing releases the interpreter."""
-
-Progress = Callable[[int, int], None]
-"""(bytes copied so far, bytes to copy in all); called from any thread, one call at a time."""
-
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
@@ -66,10 +54,12 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """The manifest, now whole in the local store, its digest, and what had to be copied."""
+    """The manifest, now whole in the local store, its digest, the statement of the tag where one was
+    pulled, and what had to be copied."""
 
     manifest: Manifest
     digest: str
+    statement: TagStatement | None
     blobs_copied: int
     bytes_copied: int
 
@@ -109,8 +99,8 @@ def push(
     def copy(digest: str) -> None:
         remote.put_blob(digest, local.blob_path(digest))
 
-    _copy_all(absent, copy, workers, progress)
-    _write_entries(remote, manifest.entries)
+    copy_blobs(absent, copy, workers, progress)
+    write_entries(remote, manifest.entries)
     digest = write_manifest(remote, manifest)
     if sign is not None:
         write_attestation(remote, digest, manifest, sign)
@@ -160,23 +150,19 @@ def pull(
     require_attestation(remote, digest, manifest, trust)
     sizes = manifest.blobs
     absent = {digest: sizes[digest] for digest in sizes.keys() - local.present_blobs(sizes)}
-    modes = {
-        record.digest: record.mode
-        for entry in manifest.entries.values()
-        for record in entry.files.values()
-    }
+    modes = file_modes(manifest.entries)
 
     def copy(blob: str) -> None:
         local.receive_blob(blob, absent[blob], modes[blob], remote)
 
-    _copy_all(absent, copy, workers, progress)
-    _write_entries(local, manifest.entries)
+    copy_blobs(absent, copy, workers, progress)
+    write_entries(local, manifest.entries)
     write_addressed(local, manifest_name(digest), data)
     write_pointer(local, manifest.config, digest)
     if statement is not None:
         ref = statement.ref
         note_sequence(local, remote.url, ref.name, ref.tag, statement.sequence)
-    return Pulled(manifest, digest, len(absent), sum(absent.values()))
+    return Pulled(manifest, digest, statement, len(absent), sum(absent.values()))
 
 
 def _by_digest(remote: Store, digest: str, platform: Mapping[str, Any] | None) -> tuple[str, bytes]:
@@ -209,47 +195,6 @@ def _choose(remote: Store, index: Index, platform: Mapping[str, Any] | None) -> 
             hint="compile and push for this platform, or use one of those listed",
         )
     return digest
-
-
-def _write_entries(store: Store, entries: Mapping[str, Entry]) -> None:
-    """File entries whose blobs are there already. A whole one that somebody else filed stays."""
-    for key, found in read_entries(store, entries).items():
-        if not isinstance(found, Hit):
-            # Not written means that somebody else has just done it: theirs is as good.
-            write_over(store, entry_name(key), entries[key].to_json(), found)
-
-
-def _copy_all(
-    sizes: Mapping[str, int],
-    copy: Callable[[str], None],
-    workers: int,
-    progress: Progress | None,
-) -> None:
-    """Copy blobs in parallel, the largest first; the first error ends it."""
-    total = sum(sizes.values())
-    done = 0
-    counting = threading.Lock()
-
-    def counted(digest: str) -> None:
-        nonlocal done
-        copy(digest)
-        with counting:
-            done += sizes[digest]
-            if progress is not None:
-                progress(done, total)
-
-    with ThreadPoolExecutor(workers, thread_name_prefix="blob") as pool:
-        running = [pool.submit(counted, digest) for digest in _largest_first(sizes)]
-        try:
-            for future in running:
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
-
-
-def _largest_first(sizes: Mapping[str, int]) -> list[str]:
-    return sorted(sizes, key=lambda digest: (-sizes[digest], digest))
 
 
 def _some(names: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""What push and pull share: whom to believe, and how far they are."""
+"""What push and pull share: showing how far they are."""
 
 from __future__ import annotations
 
@@ -8,18 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from neffbuild.config.build import CacheConfig
-
 if TYPE_CHECKING:
-    from neffbuild.cache.tag import Trust
-    from neffbuild.cache.transfer import Progress
-
-
-def trust_of(cache: CacheConfig) -> Trust:
-    """The config's trust settings as `neffbuild.cache.tag` takes them."""
-    from neffbuild.cache.tag import Trust
-
-    return Trust(require_signature=cache.require_signature, min_sequence=cache.min_sequence)
+    from neffbuild.cache.copying import Progress
 
 
 @contextmanager
