@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -65,6 +65,16 @@ class Plan:
 
     def with_status(self, status: Status) -> list[PlannedUnit]:
         return [unit for unit in self.units if unit.status is status]
+
+    def without(self, lost: Mapping[str, str]) -> Plan:
+        """This plan where the units of these keys (key → reason) turned out to be missing."""
+        units = tuple(
+            replace(unit, status=Status.MISSING, reason=lost[unit.key])
+            if unit.key is not None and unit.key in lost
+            else unit
+            for unit in self.units
+        )
+        return replace(self, units=units)
 
     @property
     def counts(self) -> dict[str, Any]:

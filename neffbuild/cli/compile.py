@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from neffbuild.cli import options, output
+from neffbuild.cli import options, output, tiers
 from neffbuild.config.errors import ConfigError, ToolchainRefusal
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from neffbuild.cache.directory import DirectoryStore
     from neffbuild.cache.plan import Plan, PlannedUnit
+    from neffbuild.cache.tiered import TieredStore
     from neffbuild.farm.outcomes import RunResult
     from neffbuild.report.rows import UnitRow
     from neffbuild.toolchain.base import Toolchain
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 @click.command(name="compile")
 @options.config_arguments
 @options.cache_option
+@tiers.remote_option
 @click.option("--workers", type=click.IntRange(min=1), help="Units compiled at once.")
 @click.option("--only", metavar="GLOB", help="Only units whose bucket name matches.")
 @click.option(
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 def command(
     words: tuple[str, ...],
     cache: Path | None,
+    remote: str | None,
     workers: int | None,
     only: str | None,
     limit: int | None,
@@ -43,34 +46,39 @@ def command(
     A unit is stored as soon as it is built: interrupt a run and the next one goes on from there. One
     Ctrl-C finishes the units that are running, a second one ends them.
     """
-    from neffbuild.cache.plan import store_plan_manifest
     from neffbuild.report.rows import run_document
     from neffbuild.report.text import report_text
-    from neffbuild.toolchain.planning import plan_config
+    from neffbuild.toolchain.planning import plan_with
     from neffbuild.toolchain.registry import load_toolchain
 
     config = options.only_config(words, cache)
     toolchain = load_toolchain(config.toolchain.name)
     if reason := toolchain.refusal(config):
         raise ToolchainRefusal(reason, hint="`neffbuild plan` works for this config all the same")
-    store = options.local_store(config)
-    plan = plan_config(config, toolchain, store)
+    tiered = tiers.tiered_store(config, remote)
+    store = tiered.local
+    plan = _fetched(plan_with(config, toolchain, tiered.stored_keys), tiered)
     chosen = _chosen(plan, only)
     missing = [unit for unit in chosen if unit.status.value == "missing"]
     _refuse_unresolved(chosen)
 
-    run = _compile(plan, missing[:limit], toolchain, store, workers) if missing else None
-    store_plan_manifest(plan, store)
+    run = _compile(plan, missing[:limit], toolchain, tiered, workers) if missing else None
+    _conclude(plan, tiered)
     put_off = {unit.key for unit in missing[len(missing[:limit]) :]}
     rows = _rows([unit for unit in chosen if unit.key not in put_off], run, store)
     failed = [row for row in rows if row.outcome not in ("built", "cached")]
     if as_json:
-        output.print_json(run_document(rows, run.wall_seconds if run else 0.0))
+        document = run_document(rows, run.wall_seconds if run else 0.0)
+        output.print_json({**document, "remotes": tiers.remotes_document(tiered)})
     elif run is None:
         output.write(f"nothing to do: all {len(rows)} units are cached in {store.url}")
+        for line in tiers.remotes_lines(tiered):
+            output.write(line)
     else:
         output.write(report_text(rows))
         output.write(f"cache: {store.url}")
+        for line in tiers.remotes_lines(tiered):
+            output.write(line)
         again = f"neffbuild compile {options.config_words(words, cache)}"
         if failed:
             output.write(f"{len(failed)} units are not compiled; try them again: {again}")
@@ -79,6 +87,23 @@ def command(
     if run is not None and run.interrupted:
         return output.INTERRUPTED
     return 1 if failed else 0
+
+
+def _fetched(plan: Plan, tiered: TieredStore) -> Plan:
+    """The plan after what only remotes have of it was fetched, as far as they hand it over."""
+    from neffbuild.cli.transfer import progress_line
+
+    keys = [unit.key for unit in plan.units if unit.key and unit.status.value == "cached"]
+    with progress_line("fetch") as progress:
+        return plan.without(tiered.back_fill(keys, progress=progress))
+
+
+def _conclude(plan: Plan, tiered: TieredStore) -> None:
+    """Write the manifest of what there is now, and bring remotes up to date with it."""
+    from neffbuild.cache.plan import store_plan_manifest
+
+    store_plan_manifest(plan, tiered.local)
+    tiered.publish([unit.key for unit in plan.units if unit.key])
 
 
 def _chosen(plan: Plan, only: str | None) -> list[PlannedUnit]:
@@ -110,10 +135,11 @@ def _compile(
     plan: Plan,
     missing: Sequence[PlannedUnit],
     toolchain: Toolchain,
-    store: DirectoryStore,
+    tiered: TieredStore,
     workers: int | None,
 ) -> RunResult:
     from neffbuild.cli.progress import farm_progress
+    from neffbuild.farm.outcomes import Event, Outcome, UnitFinished
     from neffbuild.farm.run import compile_units
     from neffbuild.toolchain.base import Unit
 
@@ -122,6 +148,7 @@ def _compile(
         raise ToolchainRefusal(
             reason, hint="compile on another host, or pull what was compiled there"
         )
+    store = tiered.local
     with store.scratch_folder():
         pass
     farm = plan.config.farm
@@ -132,7 +159,13 @@ def _compile(
         for unit in missing
         if unit.recipe is not None and unit.key is not None
     ]
-    with farm_progress() as on_event:
+    with farm_progress() as show, tiered.publishing() as publish:
+
+        def on_event(event: Event) -> None:
+            show(event)
+            if isinstance(event, UnitFinished) and event.result.outcome is Outcome.BUILT:
+                publish(event.unit.key)
+
         return compile_units(
             units, toolchain, store, farm, logs=store.root / "logs", on_event=on_event
         )

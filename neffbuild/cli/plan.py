@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from neffbuild.cli import options, output
+from neffbuild.cli import options, output, tiers
 
 if TYPE_CHECKING:
     from neffbuild.cache.plan import Plan, PlannedUnit
@@ -18,30 +18,39 @@ _SHOWN = 60
 @click.command(name="plan")
 @options.config_arguments
 @options.cache_option
+@tiers.remote_option
 @click.option("--check", is_flag=True, help="Exit 1 when a unit is missing or unresolved.")
 @click.option("--all", "show_all", is_flag=True, help=f"List more than {_SHOWN} units.")
 @options.json_option
 def command(
-    words: tuple[str, ...], cache: Path | None, check: bool, show_all: bool, as_json: bool
+    words: tuple[str, ...],
+    cache: Path | None,
+    remote: str | None,
+    check: bool,
+    show_all: bool,
+    as_json: bool,
 ) -> int:
-    """What CONFIG needs compiled, and what the cache already has.
+    """What CONFIG needs compiled, and what the local cache or a remote already has.
 
     \b
     neffbuild plan configs/quickstart.yaml
     neffbuild plan -- vllm serve DIR --max-model-len 131072 --max-num-seqs 8
     """
-    from neffbuild.toolchain.planning import plan_config
+    from neffbuild.toolchain.planning import plan_with
     from neffbuild.toolchain.registry import load_toolchain
 
     config = options.only_config(words, cache)
     toolchain = load_toolchain(config.toolchain.name)
-    store = options.local_store(config)
-    plan = plan_config(config, toolchain, store)
+    tiered = tiers.tiered_store(config, remote)
+    plan = plan_with(config, toolchain, tiered.stored_keys)
     refusal = toolchain.refusal(config)
     if as_json:
-        output.print_json(plan_document(plan, refusal))
+        remotes = tiers.remotes_document(tiered)
+        output.print_json({**plan_document(plan, refusal), "remotes": remotes})
     else:
-        output.write(plan_text(plan, store.url, len(plan.units) if show_all else _SHOWN))
+        output.write(plan_text(plan, tiered.local.url, len(plan.units) if show_all else _SHOWN))
+        for line in tiers.remotes_lines(tiered):
+            output.write(line)
         if refusal:
             output.write(f"to plan with only: {refusal}")
         elif plan.counts["missing"]:

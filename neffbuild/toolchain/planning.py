@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from neffbuild.cache.catalog import read_manifest, stored_keys
-from neffbuild.cache.plan import Plan, make_plan
+from neffbuild.cache.plan import Plan, StoredKeys, make_plan
 from neffbuild.cache.recipe import config_digest
 from neffbuild.cache.records import read_pointer
 from neffbuild.cache.store import Store
@@ -23,6 +23,11 @@ def plan_config(config: BuildConfig, toolchain: Toolchain, store: Store) -> Plan
     Raises `ConfigError` for a config the toolchain cannot even plan, `StoreError` when the store
     cannot be read.
     """
+    return plan_with(config, toolchain, lambda keys: stored_keys(store, keys))
+
+
+def plan_with(config: BuildConfig, toolchain: Toolchain, stored: StoredKeys) -> Plan:
+    """As `plan_config`, with `stored` to say what is there."""
     bucketer = Bucketer.from_config(
         config, query_len_support=toolchain.capabilities.query_len_support
     )
@@ -30,13 +35,7 @@ def plan_config(config: BuildConfig, toolchain: Toolchain, store: Store) -> Plan
     # Our own runtime loads what its steps reach; other engines warm up every shape they list.
     warm_up = WarmUp.REACHABLE if identity.engine == OWN_ENGINE else WarmUp.FULL_PRODUCT
     grid = expand(bucketer, warm_up)
-    return make_plan(
-        config,
-        identity,
-        bucketer,
-        grid,
-        lambda keys: stored_keys(store, keys),
-    )
+    return make_plan(config, identity, bucketer, grid, stored)
 
 
 def units_to_serve(
