@@ -98,7 +98,7 @@ def test_options(words: list[str], expected: dict[str, Any]) -> None:
         ["vllm", "serve", "--model", "M"],
         ["vllm", "serve", "--model=M"],
         ["vllm", "serve", "--", "M"],
-        ["python3", "-m", "vllm.entrypoints.openai.api_server", "--model", "M"],
+        ["python3", "-m", "vllm.entrypoints.openai.api_server", "--model=M"],
         ["/usr/bin/python", "-m", "vllm.entrypoints.cli.main", "serve", "M"],
     ],
 )
