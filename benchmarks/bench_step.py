@@ -54,65 +54,76 @@ def _measure(config: BuildConfig, cache: Path, steps: int) -> None:
     bucketer = Bucketer.from_config(
         config, query_len_support=toolchain.capabilities.query_len_support
     )
-    model = build_decoder(config, Family.TARGET)
-    for parameter in model.parameters():
-        parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.02)
-    kv_caches = allocate_kv_caches(
-        model.architecture,
-        model_dtype(config),
-        num_kv_blocks(config.serve),
-        config.serve.block_size,
-    )
-    tensors = named_tensors(model) | named_kv_caches(kv_caches)
-    loader = Loader.from_config(config, DirectoryStore(cache))
-    dispatcher = Dispatcher(bucketer, loader, tensors)
-    dispatcher.warm_up()
-    columns = -(-config.serve.max_model_len // config.serve.block_size)
-    kv_bytes = kv_bytes_per_position(config.serve, config.model)
-    ladders = bucketer.decode[Family.TARGET]
-    need = ladders.context_len.rungs[0]
-    print(f"{torch.get_num_threads()} threads, context need {need}")
-    for num_seqs in ladders.num_seqs.rungs:
-        block_table = 1 + torch.arange(num_seqs * columns, dtype=torch.int32).view(num_seqs, -1)
-        tokens = torch.arange(num_seqs, dtype=torch.int32)
-        batch = DecodeBatch([Row(need - 1)] * num_seqs, tokens, block_table)
-        small = bucketer.decode_shape(Family.TARGET, num_seqs=num_seqs, context_need=need)
-        full = replace(small, context_len=bucketer.max_model_len)
-        programs = dispatcher.program(small), dispatcher.program(full)
-        dispatcher.run(batch)
-        inputs = [tensor.clone() for tensor in programs[0].inputs]
+    served = _Served(config, bucketer, cache)
+    print(f"{torch.get_num_threads()} threads")
+    for num_seqs in bucketer.decode[Family.TARGET].num_seqs.rungs:
+        _measure_batch(served, num_seqs, steps)
+
+
+class _Served:
+    """A model with random weights, its KV caches, and a dispatcher with every program loaded."""
+
+    def __init__(self, config: BuildConfig, bucketer: Bucketer, cache: Path) -> None:
+        serve = config.serve
+        self.config = config
+        self.bucketer = bucketer
+        self.model = build_decoder(config, Family.TARGET)
+        for parameter in self.model.parameters():
+            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.02)
+        self.kv_caches = allocate_kv_caches(
+            self.model.architecture, model_dtype(config), num_kv_blocks(serve), serve.block_size
+        )
+        tensors = named_tensors(self.model) | named_kv_caches(self.kv_caches)
+        loader = Loader.from_config(config, DirectoryStore(cache))
+        self.dispatcher = Dispatcher(bucketer, loader, tensors)
+        self.dispatcher.warm_up()
         os.environ |= {"NEFFBUILD_CACHE": str(cache), "NEFFBUILD_STRICT": "1"}
-        guarded = torch.compile(one_shape_callable(model), backend="neffbuild", dynamic=False)
-        mark_num_blocks_symbolic(kv_caches)
-        compared = _in_turns(
+
+    def batch(self, num_seqs: int, need: int) -> DecodeBatch:
+        columns = -(-self.config.serve.max_model_len // self.config.serve.block_size)
+        table = 1 + torch.arange(num_seqs * columns, dtype=torch.int32).view(num_seqs, columns)
+        return DecodeBatch([Row(need - 1)] * num_seqs, torch.arange(num_seqs), table)
+
+
+def _measure_batch(served: _Served, num_seqs: int, steps: int) -> None:
+    bucketer, dispatcher = served.bucketer, served.dispatcher
+    need = bucketer.decode[Family.TARGET].context_len.rungs[0]
+    batch = served.batch(num_seqs, need)
+    small = bucketer.decode_shape(Family.TARGET, num_seqs=num_seqs, context_need=need)
+    full = replace(small, context_len=bucketer.max_model_len)
+    own, longest = dispatcher.program(small), dispatcher.program(full)
+    compared = _in_turns(
+        {
+            "small": lambda: dispatcher.run_in(own, batch),
+            "full": lambda: dispatcher.run_in(longest, batch),
+        },
+        steps // 10,
+    )
+    inputs = [tensor.clone() for tensor in own.inputs]
+    guarded = torch.compile(one_shape_callable(served.model), backend="neffbuild", dynamic=False)
+    mark_num_blocks_symbolic(served.kv_caches)
+    with torch.no_grad():
+        seconds = _in_turns(
             {
-                "small": lambda: dispatcher.run_in(programs[0], batch),  # noqa: B023
-                "full": lambda: dispatcher.run_in(programs[1], batch),  # noqa: B023
+                "direct": lambda: own.call({}),
+                "dispatched": lambda: dispatcher.run(batch),
+                "guarded": lambda: guarded(*inputs, served.kv_caches),
             },
-            steps // 10,
+            steps,
         )
-        with torch.no_grad():
-            seconds = _in_turns(
-                {
-                    "direct": lambda: programs[0].call({}),  # noqa: B023
-                    "dispatched": lambda: dispatcher.run(batch),  # noqa: B023
-                    "guarded": lambda: guarded(*inputs, kv_caches),  # noqa: B023
-                },
-                steps,
-            )
-        traffic = kv_traffic(bucketer, small, [need - 1] * num_seqs)
-        overhead = seconds["dispatched"] - seconds["direct"]
-        print(
-            f"{small.bucket_name}: {compared['small'] * 1e3:.3f} ms, {traffic.read * kv_bytes} KV bytes; "
-            f"through {full.bucket_name} {compared['full'] * 1e3:.3f} ms, "
-            f"{traffic.full_length * kv_bytes} KV bytes: {compared['full'] / compared['small']:.1f} times "
-            f"faster, {traffic.full_length / traffic.read:.0f} times fewer bytes"
-        )
-        print(
-            f"  called directly {seconds['direct'] * 1e6:.0f} µs, dispatched "
-            f"{seconds['dispatched'] * 1e6:.0f} µs (+{overhead * 1e6:.0f} µs, {overhead * 1e5:.1f} % of a "
-            f"1 ms step), behind torch.compile's guards {seconds['guarded'] * 1e6:.0f} µs"
-        )
+    traffic = kv_traffic(bucketer, small, [need - 1] * num_seqs)
+    kv_bytes = kv_bytes_per_position(served.config.serve, served.config.model)
+    overhead = seconds["dispatched"] - seconds["direct"]
+    print(
+        f"{small.bucket_name}: {compared['small'] * 1e3:.3f} ms, {traffic.read * kv_bytes} KV bytes; "
+        f"through {full.bucket_name} {compared['full'] * 1e3:.3f} ms, "
+        f"{traffic.full_length * kv_bytes} KV bytes: {compared['full'] / compared['small']:.1f} times "
+        f"faster, {traffic.full_length / traffic.read:.0f} times fewer bytes\n"
+        f"  called directly {seconds['direct'] * 1e6:.0f} µs, dispatched "
+        f"{seconds['dispatched'] * 1e6:.0f} µs (+{overhead * 1e6:.0f} µs, {overhead * 1e5:.1f} % of a "
+        f"1 ms step), behind torch.compile's guards {seconds['guarded'] * 1e6:.0f} µs",
+        flush=True,
+    )
 
 
 def _in_turns(ways: Mapping[str, Callable[[], object]], steps: int) -> dict[str, float]:
