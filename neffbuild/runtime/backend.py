@@ -210,11 +210,13 @@ def _strict_miss(settings: BackendSettings, graph_digest: str) -> NeffbuildError
         )
     where = settings.store.url
     identity = identities[0] if identities else toolchain_identity(settings.toolchain)
-    key = recipe_key(_graph_recipe(graph_digest, identity))
+    unknown = "; ".join(identity.unresolved)
+    key = None if unknown else recipe_key(_graph_recipe(graph_digest, identity))
     context = _unit.get()
     if context is None:
+        keyed = f"key {key}" if key else f"without a key: {unknown}"
         return MissingUnit(
-            f"no program for the graph {graph_digest} (key {key}) is in {where}; build it with "
+            f"no program for the graph {graph_digest} ({keyed}) is in {where}; build it with "
             f"`neffbuild compile {UNNAMED_CONFIG}`",
             field="graph",
             value=graph_digest,

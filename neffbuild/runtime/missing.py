@@ -15,10 +15,10 @@ def missing_unit(
 ) -> MissingUnit:
     """The error for a unit that `where` does not have.
 
-    `config` is the serve config's file as a user would name it; the key is None for a shape that the
-    manifest gives none.
+    `config` is the serve config's file as a user would name it; the key is None for a unit that no
+    manifest gives one.
     """
-    keyed = f"key {key}" if key else "the manifest has no key for it"
+    keyed = f"key {key}" if key else "no manifest has a key for it"
     return MissingUnit(
         f"unit {bucket_name} ({keyed}) is not in {where}; build it with "
         f"`{compile_command(config, bucket_name)}`",
