@@ -117,6 +117,19 @@ INERT: tuple[Removal, ...] = (
         "enable_tokenizer_info_endpoint",
         "enable_offline_docs",
         "disable_fastapi_docs",
+        "anthropic_disabled_thinking_effort",
+        "cohere_format",
+        "cohere_is_reasoning_model",
+        "enable_scale_out",
+        "fail_on_environ_validation",
+        "fingerprint_mode",
+        "fingerprint_value",
+        "max_num_queued_reqs",
+        "max_num_queued_tokens",
+        "renderer_num_workers",
+        "tokens_only",
+        "tool_strict_level",
+        "trust_request_mm_kwargs",
         "max_log_len",
     ),
     *_removals(
@@ -184,8 +197,10 @@ INERT: tuple[Removal, ...] = (
         "node_rank",
     ),
     *_removals(
-        "seeds the sampler's random numbers at run time",
+        "sampling settings, which reach a step as data",
         "seed",
+        "generation_config",
+        "override_generation_config",
     ),
 )
 """What no graph of any family can see."""
