@@ -28,12 +28,21 @@ class KVGroup(StrEnum):
     RECURRENT = "recurrent"
 
 
+KEPT_BY_POSITION = frozenset({KVGroup.FULL, KVGroup.SLIDING_WINDOW, KVGroup.MLA})
+"""Kinds in which a token that comes to nothing is overwritten when its position is computed again."""
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a toolchain's programs can do; the planner decides from this, never from the name."""
+    """What a toolchain's programs can do; the planner decides from this, never from the name.
+
+    `kv_groups` are the kinds of KV state it builds programs for; of `rolled_back` it can undo what a
+    token did that came to nothing (a rejected draft, a placeholder).
+    """
 
     query_len_support: QueryLenSupport
     kv_groups: frozenset[KVGroup]
+    rolled_back: frozenset[KVGroup] = KEPT_BY_POSITION
     speculation_under_dcp: bool = False
     needs_device: bool = False
 

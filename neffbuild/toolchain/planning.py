@@ -8,11 +8,12 @@ from neffbuild.cache.recipe import config_digest
 from neffbuild.cache.records import read_pointer
 from neffbuild.cache.store import Store
 from neffbuild.config.build import BuildConfig
-from neffbuild.config.errors import ConfigError
+from neffbuild.config.errors import ConfigError, ToolchainRefusal
 from neffbuild.grid.bucketer import Bucketer
 from neffbuild.grid.expand import WarmUp, expand
 from neffbuild.grid.shapes import Shape
 from neffbuild.toolchain.base import Toolchain
+from neffbuild.toolchain.kv_groups import kv_groups
 
 OWN_ENGINE = "reference"
 
@@ -20,14 +21,15 @@ OWN_ENGINE = "reference"
 def plan_config(config: BuildConfig, toolchain: Toolchain, store: Store) -> Plan:
     """Every shape of the config with its key and what `store` has of it.
 
-    Raises `ConfigError` for a config the toolchain cannot even plan, `StoreError` when the store
-    cannot be read.
+    Raises `ConfigError` for a config the toolchain cannot even plan (`ToolchainRefusal` where it would
+    have to speculate over state it cannot roll back), `StoreError` when the store cannot be read.
     """
     return plan_with(config, toolchain, lambda keys: stored_keys(store, keys))
 
 
 def plan_with(config: BuildConfig, toolchain: Toolchain, stored: StoredKeys) -> Plan:
     """As `plan_config`, with `stored` to say what is there."""
+    _refuse_lasting_drafts(config, toolchain)
     bucketer = Bucketer.from_config(
         config, query_len_support=toolchain.capabilities.query_len_support
     )
@@ -36,6 +38,24 @@ def plan_with(config: BuildConfig, toolchain: Toolchain, stored: StoredKeys) -> 
     warm_up = WarmUp.REACHABLE if identity.engine == OWN_ENGINE else WarmUp.FULL_PRODUCT
     grid = expand(bucketer, warm_up)
     return make_plan(config, identity, bucketer, grid, stored)
+
+
+def _refuse_lasting_drafts(config: BuildConfig, toolchain: Toolchain) -> None:
+    """Verification computes drafts that may be rejected, and placeholders: they must leave no trace."""
+    if config.serve.speculative_config is None:
+        return
+    models = {"serve.model": config.model, "serve.speculative_config.model": config.draft_model}
+    for field, model in models.items():
+        lasting = (kv_groups(model) if model else frozenset()) - toolchain.capabilities.rolled_back
+        if model and lasting:
+            kinds = " and ".join(sorted(group.replace("_", " ") for group in lasting))
+            raise ToolchainRefusal(
+                f"{model.name} keeps {kinds} state, in which toolchain {toolchain.name} cannot roll back "
+                "rejected drafts and placeholders: speculation would change what it computes",
+                field=field,
+                value=model.name,
+                hint="serve it without speculative_config, or use a toolchain that rolls such state back",
+            )
 
 
 def units_to_serve(
