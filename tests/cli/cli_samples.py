@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -11,14 +14,20 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jsonschema
+import pytest
 import yaml
+
+from neffbuild.cli.main import main
 
 REPOSITORY = Path(__file__).parents[2]
 SCHEMAS = REPOSITORY / "docs" / "schemas"
 # A toolchain in a package of its own that builds in milliseconds, without torch.
 PLUGIN = REPOSITORY / "tests" / "farm" / "plugin"
+if str(PLUGIN) not in sys.path:
+    sys.path.append(str(PLUGIN))
 
 MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -144,9 +153,35 @@ class Project:
         assert not any(line.startswith(b"Traceback") for line in err.splitlines()), err.decode()
         return Ran(process.returncode, out.decode(), err.decode())
 
+    def call(self, *words: str) -> Ran:
+        """The same in this process, for what depends on words and files alone: much faster."""
+        streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2)]
+        logger = logging.getLogger("neffbuild")
+        before = logger.handlers[:], logger.level, logger.propagate
+        try:
+            with (
+                contextlib.chdir(self.root),
+                patch.dict(os.environ, self.environment, clear=True),
+                patch.object(sys, "argv", ["neffbuild", *words]),
+                contextlib.redirect_stdout(streams[0]),
+                contextlib.redirect_stderr(streams[1]),
+                pytest.raises(SystemExit) as ended,
+            ):
+                main()
+        finally:
+            logger.handlers[:], logger.level, logger.propagate = before
+        for stream in streams:
+            stream.seek(0)
+        status = ended.value.code
+        assert isinstance(status, int)
+        return Ran(status, streams[0].read(), streams[1].read())
+
     def keys(self, *words: str, **options: Any) -> list[str]:
-        """The keys that `neffbuild plan … --json` answers, in order."""
-        ran = self.run("plan", "--json", *words, **options)
+        """The keys that `neffbuild plan … --json` answers in a process of its own, in order."""
+        return self.keys_in(self.run("plan", "--json", *words, **options))
+
+    def keys_in(self, ran: Ran) -> list[str]:
+        """The keys of a plan that was answered as JSON."""
         assert ran.status == 0, ran
         keys = [unit["key"] for unit in ran.document["units"]]
         assert keys

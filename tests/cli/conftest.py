@@ -1,14 +1,9 @@
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-import cli_samples
 import pytest
 from cli_samples import Project
-
-if str(cli_samples.PLUGIN) not in sys.path:
-    sys.path.append(str(cli_samples.PLUGIN))
 
 
 @pytest.fixture

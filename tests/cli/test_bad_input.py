@@ -174,7 +174,7 @@ def test_bad_input_is_named(project: Project, case: str) -> None:
     words = words_of(project)
     # After `--` it would be an option of vLLM's.
     split = words.index("--") if "--" in words else len(words)
-    ran = project.run(*words[:split], "--json", *words[split:])
+    ran = project.call(*words[:split], "--json", *words[split:])
     assert ran.status == status, ran
     error = ran.error
     for part in expected:
@@ -190,8 +190,8 @@ def test_bad_input_is_named(project: Project, case: str) -> None:
 def test_people_get_the_same_message_and_what_to_do(project: Project, case: str) -> None:
     words_of, status, _ = CASES[case]
     words = words_of(project)
-    error = project.run(*words, "--json").error
-    ran = project.run(*words)
+    error = project.call(*words, "--json").error
+    ran = project.call(*words)
     assert ran.status == status
     assert ran.out == ""
     hint = f"\n  hint: {error['hint']}" if error["hint"] else ""
@@ -199,17 +199,17 @@ def test_people_get_the_same_message_and_what_to_do(project: Project, case: str)
 
 
 def test_errors_carry_field_and_value(project: Project) -> None:
-    error = project.run(*buckets(project, num_seqs_buckets=[2, 1, 4]), "--json").error
+    error = project.call(*buckets(project, num_seqs_buckets=[2, 1, 4]), "--json").error
     assert error["kind"] == "config"
     assert error["field"] == "serve.additional_config.neuron_config.num_seqs_buckets"
     assert error["value"] == [2, 1, 4]
     assert error["hint"] == "write [1, 2, 4]"
-    usage = project.run("compile", "c.yaml", "--workers", "0", "--json").error
+    usage = project.call("compile", "c.yaml", "--workers", "0", "--json").error
     assert usage["field"] == "--workers"
 
 
 def test_every_problem_of_a_config_is_listed_at_once(project: Project) -> None:
-    ran = project.run(*serve(project, max_num_seqs=0, block_size="x", dtype=[]), "--json")
+    ran = project.call(*serve(project, max_num_seqs=0, block_size="x", dtype=[]), "--json")
     assert ran.status == 2
     for name in ("max_num_seqs", "block_size", "dtype"):
         assert f"serve.{name}" in ran.error["message"]
@@ -217,23 +217,23 @@ def test_every_problem_of_a_config_is_listed_at_once(project: Project) -> None:
 
 def test_json_may_stand_anywhere_after_the_command(project: Project) -> None:
     config = project.write()
-    expected = project.run("plan", config, "--json").document
-    assert project.run("plan", "--json", config).document == expected
-    assert project.run("plan", "--json", "--", config).document == expected
+    expected = project.call("plan", config, "--json").document
+    assert project.call("plan", "--json", config).document == expected
+    assert project.call("plan", "--json", "--", config).document == expected
     # What stands after `--` is somebody else's, and an error is then no document.
-    ran = project.run("plan", "--", "vllm", "serve", "nope", "--json")
+    ran = project.call("plan", "--", "vllm", "serve", "nope", "--json")
     assert ran.status == 2
     assert ran.out == ""
 
 
 def test_json_before_the_command_is_answered_in_json(project: Project) -> None:
-    error = project.run("--json", "plan", project.write()).error
+    error = project.call("--json", "plan", project.write()).error
     assert error["message"] == "--json stands before the command"
     assert "neffbuild COMMAND … --json" in error["hint"]
 
 
 def test_without_a_command_there_is_help(project: Project) -> None:
-    ran = project.run()
+    ran = project.call()
     assert ran.status == 2
     assert "Commands:" in ran.err
 

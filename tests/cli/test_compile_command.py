@@ -17,7 +17,7 @@ def outcomes(document: dict[str, list[dict[str, str]]]) -> dict[str, str]:
 
 def test_a_compile_fills_the_cache_and_the_next_does_nothing(project: Project) -> None:
     config = project.write()
-    plan = project.run("plan", config)
+    plan = project.call("plan", config)
     assert "6 units (6 target): 0 cached, 6 missing" in plan.out
     assert f"next: neffbuild compile {config}" in plan.out
     first = project.run("compile", config)
@@ -30,7 +30,7 @@ def test_a_compile_fills_the_cache_and_the_next_does_nothing(project: Project) -
     assert second.status == 0
     assert second.out == f"nothing to do: all 6 units are cached in {project.cache}\n"
     assert second.err == ""
-    assert "6 cached, 0 missing" in project.run("plan", config, "--check").out
+    assert "6 cached, 0 missing" in project.call("plan", config, "--check").out
 
 
 def test_only_compiles_what_it_names(project: Project) -> None:
@@ -40,7 +40,7 @@ def test_only_compiles_what_it_names(project: Project) -> None:
     assert outcomes(ran.document) == dict.fromkeys(UNITS[::2], "built")
     again = project.run("compile", config, "--only", "*_ctx1024")
     assert "all 3 units are cached" in again.out
-    assert project.run("plan", config, "--json").document["counts"]["missing"] == 3
+    assert project.call("plan", config, "--json").document["counts"]["missing"] == 3
 
 
 def test_limit_leaves_the_rest_and_says_so(project: Project) -> None:
@@ -78,7 +78,7 @@ class TestOneFailure:
         [unit] = [one for one in ran.document["units"] if one["outcome"] == "failed"]
         assert unit["bucket_name"] == "decode_b2_ctx1024"
         assert "sh ended with exit code 70" in unit["cause"]
-        plan = failed.run("plan", "config.yaml", "--json").document
+        plan = failed.call("plan", "config.yaml", "--json").document
         assert plan["counts"]["cached"] == 5
         assert plan["counts"]["missing"] == 1
 
@@ -94,13 +94,13 @@ class TestOneFailure:
 
         [planned] = [
             unit
-            for unit in failed.run("plan", "config.yaml", "--json").document["units"]
+            for unit in failed.call("plan", "config.yaml", "--json").document["units"]
             if unit["status"] == "missing"
         ]
         reason = "last compile failed (compiler_error): sh ended with exit code 70"
         assert planned["reason"] == reason
-        assert reason in failed.run("plan", "config.yaml").out
-        report = failed.run("report", "config.yaml")
+        assert reason in failed.call("plan", "config.yaml").out
+        report = failed.call("report", "config.yaml")
         assert report.status == 1
         assert "sh ended with exit code 70" in report.out
         assert "next: neffbuild compile config.yaml" in report.out
@@ -123,11 +123,11 @@ class TestOneFailure:
         ran = failed.run("compile", "config.yaml", "--json")
         assert ran.status == 0
         assert ran.document["counts"] == {"built": 1, "cached": 5, "failed": 0}
-        assert failed.run("plan", "config.yaml", "--check").status == 0
+        assert failed.call("plan", "config.yaml", "--check").status == 0
 
 
 def test_a_report_has_what_compiling_cost(compiled: Project) -> None:
-    document = compiled.run("report", "config.yaml", "--json").document
+    document = compiled.call("report", "config.yaml", "--json").document
     assert document["wall_seconds"] > 0
     assert [unit["bucket_name"] for unit in document["units"]] == UNITS
     for unit in document["units"]:
@@ -135,18 +135,20 @@ def test_a_report_has_what_compiling_cost(compiled: Project) -> None:
         assert unit["compile_seconds"] > 0
         assert unit["peak_memory_bytes"] > 1 << 20
         assert unit["artifact_bytes"] == 64 * 64 + 2
-    text = compiled.run("report", "config.yaml").out
+    text = compiled.call("report", "config.yaml").out
     assert "6 units: " in text
     assert "24.0 KiB of artifacts" in text
 
 
 def test_inductor_plans_for_many_ranks_and_refuses_to_compile(project: Project) -> None:
     config = project.write(toolchain=INDUCTOR, tensor_parallel_size=2)
-    plan = project.run("plan", config, "--json")
+    plan = project.call("plan", config, "--json")
     assert plan.status == 0
     assert plan.document["counts"]["missing"] == 6
     assert "tensor_parallel_size is 2" in plan.document["refusal"]
-    assert "to plan with only: inductor builds for one rank only" in project.run("plan", config).out
+    assert (
+        "to plan with only: inductor builds for one rank only" in project.call("plan", config).out
+    )
     ran = project.run("compile", config, "--json")
     assert ran.status == 2
     assert ran.error["kind"] == "toolchain"
@@ -165,10 +167,10 @@ def test_a_host_of_other_versions_is_refused_before_it_compiles(project: Project
 def test_next_steps_can_be_pasted(project: Project) -> None:
     (project.root / "my configs").mkdir()
     config = project.write("my configs/a b.yaml", model="../model")
-    plan = project.run("plan", config, "--cache", "my cache")
+    plan = project.call("plan", config, "--cache", "my cache")
     assert "next: neffbuild compile 'my configs/a b.yaml' --cache 'my cache'" in plan.out
     line = ["--", "vllm", "serve", "./model", "--max-model-len=512"]
-    plan = project.run("plan", *line)
+    plan = project.call("plan", *line)
     assert "next: neffbuild compile -- vllm serve ./model --max-model-len=512" in plan.out
 
 

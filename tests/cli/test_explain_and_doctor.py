@@ -13,7 +13,7 @@ from cli_samples import EAGLE3, INDUCTOR, Project
 def test_explain_shows_every_ingredient_and_what_is_left_out(project: Project) -> None:
     config = project.write(toolchain=INDUCTOR, port=8000, speculative_config=EAGLE3)
     unit = "decode_b2_s1_ctx1024"
-    document = project.run("explain", config, unit, "--json").document
+    document = project.call("explain", config, unit, "--json").document
     canonical = json.dumps(
         document["recipe"], sort_keys=True, separators=(",", ":"), ensure_ascii=False
     )
@@ -23,7 +23,7 @@ def test_explain_shows_every_ingredient_and_what_is_left_out(project: Project) -
     assert reasons["max_num_seqs"] == "stated by the shape"
     assert "does not draft" in reasons["speculative_config.num_speculative_tokens"]
 
-    shown = project.run("explain", config, unit).out
+    shown = project.call("explain", config, unit).out
     assert f"key  {document['key']}" in shown
     assert "serve.block_size = 32" in shown
     assert 'toolchain.versions.torch = "2.13.0"' in shown
@@ -35,13 +35,13 @@ def test_explain_shows_every_ingredient_and_what_is_left_out(project: Project) -
 
 def test_explain_compares_two_units_of_a_config(project: Project) -> None:
     config = project.write(toolchain=INDUCTOR)
-    ran = project.run("explain", config, "decode_b1_ctx1024", "decode_b4_ctx4096", "--json")
+    ran = project.call("explain", config, "decode_b1_ctx1024", "decode_b4_ctx4096", "--json")
     assert ran.document["differences"] == [
         {"path": "shape.num_seqs", "unit": 1, "other": 4},
         {"path": "shape.context_len", "unit": 1024, "other": 4096},
     ]
     assert ran.document["key"] != ran.document["other_key"]
-    shown = project.run("explain", config, "decode_b1_ctx1024", "decode_b4_ctx4096").out
+    shown = project.call("explain", config, "decode_b1_ctx1024", "decode_b4_ctx4096").out
     assert "shape.num_seqs: 1 → 4" in shown
 
 
@@ -50,7 +50,7 @@ def test_explain_compares_the_unit_of_two_configs(project: Project) -> None:
     other = project.write(
         "other.yaml", toolchain={**INDUCTOR, "target": "x86-64-v4"}, dtype="float32", extra=True
     )
-    ran = project.run("explain", config, "decode_b1_ctx1024", other, "--json")
+    ran = project.call("explain", config, "decode_b1_ctx1024", other, "--json")
     differences = {one["path"]: (one["unit"], one["other"]) for one in ran.document["differences"]}
     assert differences.pop("toolchain.flags")
     assert differences == {
@@ -60,16 +60,16 @@ def test_explain_compares_the_unit_of_two_configs(project: Project) -> None:
     }
     assert (
         'serve.dtype: "bfloat16" → "float32"'
-        in project.run("explain", config, "decode_b1_ctx1024", other).out
+        in project.call("explain", config, "decode_b1_ctx1024", other).out
     )
     same = project.write("same.yaml", toolchain=INDUCTOR, port=2)
-    shown = project.run("explain", config, "decode_b1_ctx1024", same).out
+    shown = project.call("explain", config, "decode_b1_ctx1024", same).out
     assert "the recipes are the same" in shown
 
 
 def test_explain_of_a_vllm_line_takes_the_unit_first(project: Project) -> None:
     line = ["--", "vllm", "serve", "./model", "--max-model-len", "512", "--max-num-seqs", "2"]
-    shown = project.run("explain", "decode_b2", *line)
+    shown = project.call("explain", "decode_b2", *line)
     assert shown.status == 0
     assert "serve.max_model_len = 512" in shown.out
 
@@ -86,7 +86,7 @@ def test_explain_of_a_vllm_line_takes_the_unit_first(project: Project) -> None:
 def test_explain_says_which_units_there_are(
     project: Project, words: list[str], message: str, hint: str
 ) -> None:
-    ran = project.run("explain", project.write(), *words, "--json")
+    ran = project.call("explain", project.write(), *words, "--json")
     assert ran.status == 2
     assert message in ran.error["message"]
     assert hint in ran.error["hint"]
@@ -96,21 +96,21 @@ def test_explain_of_a_shape_that_cannot_occur_says_why(project: Project) -> None
     draft = {**cli_samples.DRAFT, "max_position_embeddings": 1024}
     (project.root / "draft/config.json").write_text(json.dumps(draft), encoding="utf-8")
     config = project.write(toolchain=INDUCTOR, speculative_config=EAGLE3)
-    ran = project.run("explain", config, "draft_b1_s6_ctx4096", "--json")
+    ran = project.call("explain", config, "draft_b1_s6_ctx4096", "--json")
     assert ran.status == 2
     assert "cannot_occur" in ran.error["message"]
     assert "the draft's limit is 1024 positions" in ran.error["message"]
 
 
 def test_doctor_says_what_is_installed_and_what_can_run(project: Project) -> None:
-    document = project.run("doctor", "--json").document
+    document = project.call("doctor", "--json").document
     toolchains = {one["name"]: one for one in document["toolchains"]}
     assert set(toolchains) >= {"inductor", "hostile"}
     subjects = {one["subject"] for one in toolchains["inductor"]["findings"]}
     assert {"torch", "g++", "x86-64-v3", "x86-64-v4"} <= subjects
     host = {one["subject"]: one for one in document["host"]}
     assert str(project.cache) in host["local cache"]["detail"]
-    shown = project.run("doctor").out
+    shown = project.call("doctor").out
     assert shown.startswith("neffbuild ")
     assert "\ntoolchain inductor: " in shown
 

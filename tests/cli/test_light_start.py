@@ -67,8 +67,6 @@ def large(project: Project) -> str:
         max_model_len=16384,
         max_num_seqs=100,
         additional_config={"neuron_config": lists},
-        # Stores that a plan does not need must not cost it anything.
-        sections={"cache": {"remotes": [{"url": "s3://bucket/prefix"}]}},
     )
 
 

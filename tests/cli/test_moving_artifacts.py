@@ -45,26 +45,28 @@ def test_push_and_pull_make_an_empty_cache_complete(builder: Project) -> None:
 @pytest.mark.parametrize("url", ["remote", "{root}/remote", "file://{root}/remote"])
 def test_a_directory_store_has_three_spellings(builder: Project, url: str) -> None:
     place = url.format(root=builder.root)
-    assert builder.run("push", "config.yaml", "--to", place, "--tag", "t").status == 0
+    assert builder.call("push", "config.yaml", "--to", place, "--tag", "t").status == 0
     assert (builder.root / "remote/v1/tags/llama/t.json").is_file()
-    assert builder.run("pull", place, "--tag", "llama:t", "--cache", "c").status == 0
-    assert builder.run("verify", place).status == 0
+    assert builder.call("pull", place, "--tag", "llama:t", "--cache", "c").status == 0
+    assert builder.call("verify", place).status == 0
 
 
 def test_what_was_pushed_is_found_by_its_digest(builder: Project) -> None:
-    pushed = builder.run("push", "config.yaml", "--to", "remote", "--json").document
+    pushed = builder.call("push", "config.yaml", "--to", "remote", "--json").document
     assert pushed["tag"] is None
-    assert "--digest " + pushed["index"] in builder.run("push", "config.yaml", "--to", "remote").out
+    assert (
+        "--digest " + pushed["index"] in builder.call("push", "config.yaml", "--to", "remote").out
+    )
     for name in ("index", "manifest"):
-        ran = builder.run("pull", "remote", "--digest", pushed[name], "--cache", name)
+        ran = builder.call("pull", "remote", "--digest", pushed[name], "--cache", name)
         assert ran.status == 0
-        assert builder.run("plan", "config.yaml", "--check", "--cache", name).status == 0
+        assert builder.call("plan", "config.yaml", "--check", "--cache", name).status == 0
 
 
 def test_a_remote_of_the_config_is_where_to_push(builder: Project) -> None:
     remotes = [{"url": "readable", "mode": "ro"}, {"url": "writable"}]
     builder.write(sections={"cache": {"name": "llama", "remotes": remotes}})
-    assert builder.run("push", "config.yaml", "--tag", "t").status == 0
+    assert builder.call("push", "config.yaml", "--tag", "t").status == 0
     assert (builder.root / "writable/v1").is_dir()
     assert not (builder.root / "readable").exists()
 
@@ -74,18 +76,18 @@ def test_an_interrupted_push_names_nothing(builder: Project) -> None:
     blobs = builder.root / "remote/v1/blobs"
     blobs.parent.mkdir(parents=True)
     blobs.write_text("in the way")
-    assert builder.run("push", "config.yaml", "--to", "remote", "--tag", "t").status == 3
+    assert builder.call("push", "config.yaml", "--to", "remote", "--tag", "t").status == 3
     assert not (builder.root / "remote/v1/tags").exists()
     blobs.unlink()
-    assert builder.run("push", "config.yaml", "--to", "remote", "--tag", "t").status == 0
-    assert builder.run("verify", "remote").status == 0
+    assert builder.call("push", "config.yaml", "--to", "remote", "--tag", "t").status == 0
+    assert builder.call("verify", "remote").status == 0
 
 
 def test_verify_names_missing_units_and_the_states_they_leave_uncovered(builder: Project) -> None:
-    plan = builder.run("plan", "config.yaml", "--json").document
+    plan = builder.call("plan", "config.yaml", "--json").document
     [gone] = [one for one in plan["units"] if one["bucket_name"] == "decode_b4_ctx1024"]
     (builder.cache / f"v1/entries/{gone['key'][:2]}/{gone['key']}.json").unlink()
-    ran = builder.run("verify", "config.yaml", "--json")
+    ran = builder.call("verify", "config.yaml", "--json")
     assert ran.status == 1
     [problem] = ran.document["problems"]
     assert problem["kind"] == "missing_unit"
@@ -98,7 +100,7 @@ def test_verify_names_missing_units_and_the_states_they_leave_uncovered(builder:
         "context_need": [2, 1024],
         "reason": "decode_b4_ctx1024 is missing",
     }
-    shown = builder.run("verify", "config.yaml").out
+    shown = builder.call("verify", "config.yaml").out
     assert "missing_unit decode_b4_ctx1024: " in shown
     assert (
         "uncovered: target with 3 to 4 sequences needing 2 to 1024 positions: "
@@ -111,17 +113,17 @@ def test_verify_names_missing_units_and_the_states_they_leave_uncovered(builder:
 def test_verify_of_an_empty_cache_is_short(project: Project) -> None:
     buckets = {"neuron_config": {"decode_context_length_buckets": list(range(128, 4096, 128))}}
     config = project.write(additional_config=buckets)
-    lines = project.run("verify", config).out.splitlines()
+    lines = project.call("verify", config).out.splitlines()
     assert len(lines) < 60
     assert any(line.startswith("… and ") for line in lines)
 
 
 def test_verify_of_a_store_follows_what_its_tags_name(builder: Project) -> None:
-    assert builder.run("push", "config.yaml", "--to", "remote", "--tag", "t").status == 0
-    assert builder.run("verify", "remote", "--tag", "llama:t").status == 0
+    assert builder.call("push", "config.yaml", "--to", "remote", "--tag", "t").status == 0
+    assert builder.call("verify", "remote", "--tag", "llama:t").status == 0
     manifest = next((builder.root / "remote/v1/manifests").iterdir())
     manifest.unlink()
-    ran = builder.run("verify", "remote", "--json")
+    ran = builder.call("verify", "remote", "--json")
     assert ran.status == 4
     assert {one["kind"] for one in ran.document["problems"]} == {"missing_blob"}
     assert ran.document["problems"][0]["key"] == manifest.stem
@@ -133,20 +135,20 @@ def test_a_cut_off_artifact_is_bad_size_and_compiled_again(builder: Project) -> 
     blob = builder.cache / f"v1/blobs/sha256/{digest[:2]}/{digest}"
     blob.chmod(0o644)
     blob.write_bytes(blob.read_bytes()[:100])
-    plan = builder.run("plan", "config.yaml", "--json").document
+    plan = builder.call("plan", "config.yaml", "--json").document
     assert plan["counts"]["missing"] == 1
-    ran = builder.run("verify", "config.yaml", "--json")
+    ran = builder.call("verify", "config.yaml", "--json")
     assert ran.status == 4
     assert {one["kind"] for one in ran.document["problems"]} == {"bad_size"}
     assert builder.run("compile", "config.yaml", "--json").document["counts"]["built"] == 1
-    assert builder.run("verify", "config.yaml").status == 0
+    assert builder.call("verify", "config.yaml").status == 0
 
 
 def test_replay_counts_what_is_not_there(builder: Project) -> None:
-    full = builder.run("replay", "config.yaml", "--steps", "50", "--json").document
+    full = builder.call("replay", "config.yaml", "--steps", "50", "--json").document
     assert (full["steps"], full["misses"], full["compiles"]) == (50, 0, 0)
     assert {unit["bucket_name"] for unit in full["units"]} <= set(UNITS)
     assert full["transitions"]
-    empty = builder.run("replay", "config.yaml", "--steps", "50", "--cache", "none", "--json")
+    empty = builder.call("replay", "config.yaml", "--steps", "50", "--cache", "none", "--json")
     assert empty.document["misses"] == 50
     assert Path(builder.root / "none").exists() is False
