@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import os
 import shutil
 import signal
@@ -47,15 +49,7 @@ class S3Server:
 
     def client(self) -> Any:
         """A plain boto3 client, to look behind a store's back."""
-        import boto3
-        from botocore.config import Config
-
-        return boto3.session.Session().client(
-            "s3",
-            endpoint_url=self.endpoint,
-            region_name="us-east-1",
-            config=Config(s3={"addressing_style": "path"}),
-        )
+        return _client(self.endpoint)
 
     def keys(self, bucket: str) -> set[str]:
         """Every key of a bucket."""
@@ -63,10 +57,24 @@ class S3Server:
         return {item["Key"] for page in pages for item in page.get("Contents", ())}
 
 
+@functools.cache
+def _client(endpoint: str) -> Any:
+    import boto3
+    from botocore.config import Config
+
+    return boto3.session.Session().client(
+        "s3",
+        endpoint_url=endpoint,
+        region_name="us-east-1",
+        config=Config(s3={"addressing_style": "path"}),
+    )
+
+
 @contextmanager
 def moto_server() -> Iterator[S3Server]:
     from moto.server import ThreadedMotoServer
 
+    logging.getLogger("werkzeug").setLevel(logging.WARNING)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -99,6 +107,8 @@ def seaweed_server() -> Iterator[S3Server]:
         "-webdav=false",
         "-admin.ui=false",
         "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
+        "-master.telemetry=false",
     ]
     endpoint = f"http://127.0.0.1:{s3}"
     with _running(command, folder, ready=lambda: _writes(endpoint)):

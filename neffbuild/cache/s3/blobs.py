@@ -26,7 +26,7 @@ PART_BYTES = 8 << 20
 """A blob that compresses to more is uploaded in parts of this size, or larger ones where S3's limit
 of 10,000 parts asks for it."""
 
-LEVEL = 3
+LEVEL = 1
 LARGEST_WINDOW = 1 << 23
 """Bytes of history a compressed blob may make its reader keep; zstd's levels up to 19 stay within."""
 

@@ -229,11 +229,14 @@ def _open(options: S3Options, count: Callable[..., None]) -> _Opened:
     import boto3
 
     session = boto3.session.Session(profile_name=options.profile, region_name=options.region)
-    client = _client(session, options, _ADDRESSING[options.path_style])
-    # What the environment or a file names as endpoint shows only in the finished client.
-    is_aws = (urlsplit(client.meta.endpoint_url).hostname or "").endswith(_AWS_DOMAINS)
-    if options.path_style is None and not is_aws:
-        client = _client(session, options, "path")
+    path_style = options.path_style
+    if path_style is None and options.endpoint is not None:
+        path_style = not _is_aws(options.endpoint)
+    client = _client(session, options, _ADDRESSING[path_style])
+    is_aws = _is_aws(client.meta.endpoint_url)
+    if path_style is None and not is_aws:
+        # The environment or a file names the endpoint, which shows only in the finished client.
+        path_style, client = True, _client(session, options, "path")
     client.meta.events.register("before-send.s3", count)
     found = None if options.anonymous else session.get_credentials()
     return _Opened(
@@ -243,11 +246,15 @@ def _open(options: S3Options, count: Callable[..., None]) -> _Opened:
             for method, operation in client.meta.method_to_api_mapping.items()
         },
         is_aws=is_aws,
-        path_style=not is_aws if options.path_style is None else options.path_style,
+        path_style=bool(path_style),
         region_source=_region_source(options, session.region_name),
         profile=session.profile_name,
         credentials="anonymous" if options.anonymous else found.method if found else None,
     )
+
+
+def _is_aws(endpoint: str) -> bool:
+    return (urlsplit(endpoint).hostname or "").endswith(_AWS_DOMAINS)
 
 
 def _client(

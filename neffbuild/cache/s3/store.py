@@ -41,6 +41,8 @@ class S3Store:
         self.options = options
         self._s3 = S3Connection(options)
         self._base = f"{options.base}{LAYOUT}/"
+        # What a listing has shown to be absent is not asked for again, one by one, before it is sent.
+        self._seen_absent: set[str] = set()
         self._choosing = threading.Lock()
         self._chosen: DocumentWrites | None = None
 
@@ -109,14 +111,17 @@ class S3Store:
 
     def present_blobs(self, sizes: Mapping[str, int]) -> set[str]:
         keys = {self._blob_key(digest): digest for digest in sizes}
-        return {keys[key] for key in existing(self._s3, self._base, keys)}
+        present = {keys[key] for key in existing(self._s3, self._base, keys)}
+        self._seen_absent.update(sizes.keys() - present)
+        return present
 
     def put_blob(self, digest: str, source: Path) -> None:
         key = self._blob_key(digest)
         with files.refusals("read", source):
             size = source.stat().st_size
-        if not is_stored(self._s3, key, size):
+        if digest in self._seen_absent or not is_stored(self._s3, key, size):
             upload(self._s3, key, source, digest)
+            self._seen_absent.discard(digest)
 
     def fetch_blob(self, digest: str, size: int, destination: Path) -> None:
         key = self._blob_key(digest)

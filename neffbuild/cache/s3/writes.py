@@ -154,12 +154,12 @@ class ClaimedWrites:
             put(self._s3, claim, b"{}")
             try:
                 while True:
-                    first = self._first_claim(folder, claim)
-                    late = time.monotonic() > claimed_at + _CLAIM_USABLE
-                    if first is not None or late:
+                    held_for = time.monotonic() - claimed_at
+                    first = self._first_claim(folder, claim, held_for)
+                    if first is not None or held_for > _CLAIM_USABLE:
                         break
                     _pause(self._s3, 0)
-                if first == claim and not late:
+                if first == claim and held_for <= _CLAIM_USABLE:
                     yield
                     return
             finally:
@@ -169,17 +169,18 @@ class ClaimedWrites:
             _pause(self._s3, attempt)
             attempt += 1
 
-    def _first_claim(self, folder: str, claim: str) -> str | None:
-        """`claim` if nobody else claims the key, None while waiting for those who will step back,
-        another's claim when it is us."""
+    def _first_claim(self, folder: str, claim: str, held_for: float) -> str | None:
+        """`claim` if nobody else claims the key; another's, when we are to step back; None while those
+        are there who will step back for us."""
         claims = list(objects(self._s3, folder))
-        now = next((one.modified for one in claims if one.key == claim), None)
-        if now is None:
-            return ""
-        alive = [one.key for one in claims if not self._expired(one, now)]
-        if alive == [claim]:
+        written = next((one.modified for one in claims if one.key == claim), None)
+        if written is None:
+            return ""  # somebody took ours for expired
+        now = written + held_for
+        others = [one.key for one in claims if one.key != claim and not self._expired(one, now)]
+        if not others:
             return claim
-        return None if min(alive) == claim else min(alive)
+        return None if claim < min(others) else min(others)
 
     def _expired(self, one: Object, now: float) -> bool:
         if now - one.modified <= CLAIM_EXPIRES:
