@@ -20,10 +20,12 @@ from neffbuild.config.errors import IntegrityError, UnitsIncomplete
 
 @dataclass(frozen=True, slots=True)
 class Promoted:
-    """What was promoted, and what its new tag says."""
+    """What was promoted, what its new tag says, and what the tag said before, where it was there and
+    could be believed."""
 
     release: Release
     statement: TagStatement
+    previous: TagStatement | None
 
 
 def promote(
@@ -66,7 +68,7 @@ def promote(
     if sign is not None:
         for digest, manifest in release.manifests.items():
             write_attestation(remote, digest, manifest, sign)
-    statement = replace_tag(
+    statement, previous = replace_tag(
         remote,
         target,
         release.index,
@@ -76,7 +78,7 @@ def promote(
         expires=expires,
     )
     remember_sequence(local, remote, statement)
-    return Promoted(release, statement)
+    return Promoted(release, statement, previous)
 
 
 def _refuse_partial(release: Release) -> None:

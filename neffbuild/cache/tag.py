@@ -105,18 +105,19 @@ class TagStatement:
     sequence: int
     expires: datetime | None = None
 
-    def payload(self) -> bytes:
+    def document(self) -> dict[str, Any]:
         expires = self.expires and self.expires.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        return canonical_json(
-            {
-                "schema": SCHEMA,
-                "name": self.ref.name,
-                "tag": self.ref.tag,
-                "index": self.index,
-                "sequence": self.sequence,
-                "expires": expires,
-            }
-        )
+        return {
+            "schema": SCHEMA,
+            "name": self.ref.name,
+            "tag": self.ref.tag,
+            "index": self.index,
+            "sequence": self.sequence,
+            "expires": expires,
+        }
+
+    def payload(self) -> bytes:
+        return canonical_json(self.document())
 
     @classmethod
     def from_envelope(cls, envelope: Envelope) -> Self:
@@ -216,7 +217,8 @@ def point_tag(
     def merged(present: _Present) -> Index:
         return _mergeable(store, ref, present).with_manifest(platform, manifest)
 
-    return _move(store, ref, merged, trust, last_seen, sign, expires)
+    statement, _ = _move(store, ref, merged, trust, last_seen, sign, expires)
+    return statement
 
 
 def replace_tag(
@@ -228,12 +230,12 @@ def replace_tag(
     last_seen: int = 0,
     sign: Signer | None = None,
     expires: datetime | None = None,
-) -> TagStatement:
-    """Make a tag name this index and nothing of what it named before.
+) -> tuple[TagStatement, TagStatement | None]:
+    """Make a tag name this index and nothing of what it named before. Returns what it says now, and
+    what it said before where that can be believed.
 
-    The sequence rises above that of the present statement, where it can be believed, and above
-    `last_seen`. What cannot be believed is written over: nothing of it is kept. Raises `ConfigError`
-    as `point_tag` does.
+    The sequence rises above the one before and above `last_seen`. What cannot be believed is written
+    over: nothing of it is kept. Raises `ConfigError` as `point_tag` does.
     """
 
     def replaced(present: _Present) -> Index:
@@ -262,7 +264,7 @@ def _move(
     last_seen: int,
     sign: Signer | None,
     expires: datetime | None,
-) -> TagStatement:
+) -> tuple[TagStatement, TagStatement | None]:
     _refuse_unsigned(store, ref, trust, sign)
     for attempt in range(_ATTEMPTS):
         present = _present(store, ref, trust, last_seen, sign)
@@ -283,7 +285,7 @@ def _move(
             version = present.document.version
             written = store.replace(ref.document_name, envelope.to_json(), version)
         if written:
-            return statement
+            return statement, present.statement
         time.sleep(random.uniform(0, min(_LONGEST_PAUSE, 0.01 * 2**attempt)))
     raise StoreError(
         f"tag {ref} of {store.url} kept changing while it was moved",

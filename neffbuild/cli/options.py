@@ -94,11 +94,3 @@ def local_store(config: BuildConfig) -> DirectoryStore:
     from neffbuild.config.build import cache_directory
 
     return DirectoryStore(cache_directory(config.cache))
-
-
-def own_store(cache: Path | None) -> DirectoryStore:
-    """The local cache of commands that work without a serve config."""
-    from neffbuild.cache.directory import DirectoryStore
-    from neffbuild.config.build import CacheConfig, cache_directory
-
-    return DirectoryStore(cache_directory(CacheConfig(local=str(cache) if cache else None)))

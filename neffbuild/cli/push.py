@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from neffbuild.cli import options, output
+from neffbuild.cli import options, output, trust
 from neffbuild.config.errors import ConfigError
 
 
@@ -17,6 +17,7 @@ from neffbuild.config.errors import ConfigError
 @click.option("--to", "url", metavar="URL", help="Where to (default: the first `rw` remote).")
 @click.option("--tag", metavar="NAME:TAG", help="Tag to set; NAME defaults to `cache.name`.")
 @click.option("--allow-partial", is_flag=True, help="Push even if units are missing.")
+@trust.signing_options
 @options.json_option
 def command(
     words: tuple[str, ...],
@@ -24,17 +25,21 @@ def command(
     url: str | None,
     tag: str | None,
     allow_partial: bool,
+    key: str | None,
+    public_key: Path | None,
+    expires: str | None,
     as_json: bool,
 ) -> int:
     """Copy what is compiled of CONFIG to a store: blobs, entries, manifest, index, then the tag.
 
-    Prints the digest of the index, which `neffbuild pull URL --digest` takes as well as the tag.
+    With --key the tag is signed, and so is the provenance of the manifest. Prints the digest of the
+    index, which `neffbuild pull URL --digest` takes as well as the tag.
     """
     from neffbuild.cache.open import open_store
     from neffbuild.cache.plan import store_plan_manifest
     from neffbuild.cache.tag import TagRef
     from neffbuild.cache.transfer import push
-    from neffbuild.cli.transfer import progress_line, trust_of
+    from neffbuild.cli.transfer import progress_line
     from neffbuild.report.text import size
     from neffbuild.toolchain.planning import plan_config
     from neffbuild.toolchain.registry import load_toolchain
@@ -45,6 +50,7 @@ def command(
         raise ConfigError(
             "no store to push to", field="--to", hint="give --to URL, or a `cache.remotes` entry"
         )
+    signing = trust.signing_key(key, public_key, config.cache)
     ref = TagRef.parse(tag, default_name=config.cache.name) if tag else None
     store = options.local_store(config)
     plan = plan_config(config, load_toolchain(config.toolchain.name), store)
@@ -55,10 +61,13 @@ def command(
             open_store(url),
             manifest,
             ref,
-            trust=trust_of(config.cache),
+            trust=trust.trust_of(config.cache, signing),
+            sign=signing.sign if signing else None,
+            expires=trust.expiry(expires),
             allow_partial=allow_partial,
             progress=progress,
         )
+    statement = pushed.statement.document() if pushed.statement else {}
     if as_json:
         output.print_json(
             {
@@ -68,6 +77,9 @@ def command(
                 "tag": ref.tag if ref else None,
                 "index": pushed.index,
                 "manifest": pushed.manifest,
+                "sequence": statement.get("sequence"),
+                "expires": statement.get("expires"),
+                "signed_by": signing.keyid if signing else None,
                 "units": len(manifest.entries),
                 "blobs_copied": pushed.blobs_copied,
                 "bytes_copied": pushed.bytes_copied,
@@ -82,6 +94,10 @@ def command(
             + f" ({pushed.blobs_copied} blobs, {size(pushed.bytes_copied)} copied)"
         )
         output.write(f"index {pushed.index}")
+        if signing:
+            output.write(f"signed by {signing.keyid}")
+        if statement.get("expires"):
+            output.write(f"expires {statement['expires']}")
         name = ["--tag", str(ref)] if ref else ["--digest", pushed.index]
         output.write(f"fetch with: {shlex.join(['neffbuild', 'pull', url, *name])}")
     return 0

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from neffbuild.cli import options, output
+from neffbuild.cli import options, output, trust
 from neffbuild.config.errors import ConfigError, IntegrityError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from neffbuild.cache.directory import DirectoryStore
+    from neffbuild.cache.tag import TagRef
     from neffbuild.cache.verify import Verified
+    from neffbuild.config.build import CacheConfig
     from neffbuild.grid.coverage import Coverage
 
 _SHOWN = 40
@@ -26,18 +29,43 @@ _log = logging.getLogger(__name__)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="CONFIG | URL")
 @options.cache_option
 @click.option("--tag", metavar="NAME:TAG", help="Of a URL, only what this tag names.")
+@trust.reading_options()
+@trust.min_sequence_option
 @options.json_option
-def command(words: tuple[str, ...], cache: Path | None, tag: str | None, as_json: bool) -> int:
+def command(
+    words: tuple[str, ...],
+    cache: Path | None,
+    tag: str | None,
+    config_file: Path | None,
+    keys: tuple[str, ...],
+    require_signature: bool,
+    min_sequence: int | None,
+    as_json: bool,
+) -> int:
     """Check every artifact's digest.
 
     With a CONFIG: that every state its decode steps can reach has a stored, undamaged unit in the local
-    cache. With a URL: the store's tags, indexes, manifests, entries and every file they name.
+    cache. With a URL: the store's tags, indexes, manifests, entries and every file they name; with
+    --config or --key, signatures too.
     """
+    of_url = {
+        "--tag": tag,
+        "--config": config_file,
+        "--key": keys,
+        "--require-signature": require_signature,
+        "--min-sequence": min_sequence,
+    }
     if words and ("://" in words[0] or Path(words[0]).is_dir()):
-        document = _document(_verify_store(words, cache, tag), None, {})
+        if tag is None and min_sequence is not None:
+            raise ConfigError(
+                "--min-sequence is of one tag", field="--min-sequence", hint="name it with --tag"
+            )
+        settings = trust.cache_settings(config_file, cache, keys, require_signature, min_sequence)
+        ref = trust.tag_ref(tag, config_file, settings) if tag else None
+        document = _document(_verify_store(words, settings, ref), None, {})
         remedy = "push again from where the artifacts were built"
-    elif tag:
-        raise ConfigError("--tag goes with a URL, not with a config", field="--tag", value=tag)
+    elif misplaced := [name for name, value in of_url.items() if value not in (None, (), False)]:
+        raise ConfigError(f"{misplaced[0]} goes with a URL, not with a config", field=misplaced[0])
     else:
         document = _verify_config(words, cache)
         remedy = f"neffbuild compile {options.config_words(words, cache)}"
@@ -52,16 +80,18 @@ def command(words: tuple[str, ...], cache: Path | None, tag: str | None, as_json
     return 0 if document["ok"] else 1
 
 
-def _verify_store(words: tuple[str, ...], cache: Path | None, tag: str | None) -> Verified:
+def _verify_store(words: tuple[str, ...], settings: CacheConfig, ref: TagRef | None) -> Verified:
+    from neffbuild.cache.directory import DirectoryStore
     from neffbuild.cache.open import open_store
     from neffbuild.cache.records import seen_sequence
-    from neffbuild.cache.tag import TagRef, Trust
     from neffbuild.cache.verify import verify_store, verify_tag
+    from neffbuild.config.build import cache_directory
 
     if len(words) != 1:
         raise ConfigError(f"unexpected argument {words[1]!r} after the URL", value=words[1])
-    store, local = open_store(words[0]), options.own_store(cache)
-    if tag is None and not any(True for _ in store.list("")):
+    believed = trust.trust_of(settings)
+    store, local = open_store(words[0]), DirectoryStore(cache_directory(settings))
+    if ref is None and not any(True for _ in store.list("")):
         raise StoreError(
             f"there is nothing in {store.url}", value=words[0], hint="is the URL that of a store?"
         )
@@ -69,10 +99,10 @@ def _verify_store(words: tuple[str, ...], cache: Path | None, tag: str | None) -
     def last_seen(ref: TagRef) -> int:
         return seen_sequence(local, store.url, ref.name, ref.tag)
 
-    if tag is None:
-        return verify_store(store, Trust(), last_seen=last_seen)
-    ref = TagRef.parse(tag)
-    return verify_tag(store, ref, Trust(), last_seen=last_seen(ref))
+    if ref is None:
+        # The lowest sequence in a config is that of the tag it is served from, not of every tag.
+        return verify_store(store, replace(believed, min_sequence=0), last_seen=last_seen)
+    return verify_tag(store, ref, believed, last_seen=last_seen(ref))
 
 
 def _verify_config(words: tuple[str, ...], cache: Path | None) -> dict[str, Any]:
