@@ -26,10 +26,13 @@ _COMMANDS = {
     "compile": "Compile what is missing into the local cache.",
     "push": "Copy a compiled config to a store and name it with a tag.",
     "pull": "Fetch what a tag names into the local cache.",
+    "promote": "Make a tag name what another tag leads to, after checking it.",
     "verify": "Check artifacts against their digests and the config against its artifacts.",
     "report": "Compile time, memory and artifact size of every unit.",
     "explain": "The recipe of a unit, ingredient by ingredient, or the difference of two.",
+    "diff": "Which units differ between two tags of a store.",
     "replay": "Run decode steps through the dispatcher and count what they read.",
+    "keygen": "Make a key pair to sign tags with.",
     "doctor": "What is installed, which toolchains can run here and why not.",
 }
 
