@@ -8,13 +8,16 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 PIP_FLAGS := --quiet --disable-pip-version-check
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-slow lint bench clean
 
 demo: $(VENV)/.runtime
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo.sh
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
