@@ -119,14 +119,17 @@ def main() -> None:
         )
         print(f"{cold['programs']} programs, seconds after imports until each has run a step")
         print(f"  {'torch.compile inductor, filling its cache':52} {cold['stepped']:8.3f}")
-        seconds = {}
-        for way, (program, argument, environment) in ways.items():
-            measured = [
-                measured_in_a_fresh_process(program, str(CONFIG), argument, environment=environment)
-                for _ in range(chosen.rounds)
-            ]
-            seconds[way] = median(one["stepped"] for one in measured)
-            loaded = [one["ready"] for one in measured if "ready" in one]
+        measured: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+        for _ in range(chosen.rounds):  # in turns, so that all see the same noise
+            for way, (program, argument, environment) in ways.items():
+                measured[way].append(
+                    measured_in_a_fresh_process(
+                        program, str(CONFIG), argument, environment=environment
+                    )
+                )
+        seconds = {way: median(one["stepped"] for one in runs) for way, runs in measured.items()}
+        for way, runs in measured.items():
+            loaded = [one["ready"] for one in runs if "ready" in one]
             note = f"   ({median(loaded):.3f} until loaded)" if loaded else ""
             print(f"  {way:52} {seconds[way]:8.3f}{note}")
         ours, behind, peer = seconds.values()
