@@ -59,7 +59,6 @@ def _host_findings() -> list[Finding]:
     cache = cache_directory(CacheConfig())
     there = next(folder for folder in (cache, *cache.parents) if folder.exists())
     writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
-    missing = [module for module in ("boto3", "zstandard") if find_spec(module) is None]
     return [
         Finding("python", True, f"{platform.python_version()} on {platform.machine()}"),
         Finding("cores", True, str(len(os.sched_getaffinity(0)))),
@@ -71,14 +70,23 @@ def _host_findings() -> list[Finding]:
             else f"{cache} cannot be written",
             "set NEFFBUILD_CACHE, cache.local or --cache to a directory of your own",
         ),
-        Finding(
-            "stores in S3",
-            not missing,
-            f"not usable: {' and '.join(missing)} not installed" if missing else "usable",
-            "pip install 'neffbuild[s3]'",
-            needed=False,
-        ),
+        _extra("stores in S3", "s3", "boto3", "zstandard"),
+        _extra("signatures", "sign", "securesystemslib", "cryptography"),
     ]
+
+
+def _extra(subject: str, extra: str, *modules: str) -> Finding:
+    """Whether what an extra of this package needs is installed."""
+    from neffbuild.toolchain.base import Finding
+
+    missing = [module for module in modules if find_spec(module) is None]
+    return Finding(
+        subject,
+        not missing,
+        f"not usable: {' and '.join(missing)} not installed" if missing else "usable",
+        f"pip install 'neffbuild[{extra}]'",
+        needed=False,
+    )
 
 
 def _toolchain_findings(name: str) -> list[Finding]:

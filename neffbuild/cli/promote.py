@@ -67,7 +67,7 @@ def command(
     if as_json:
         output.print_json(document)
     else:
-        output.write(_text(document))
+        output.write(_text(document, key))
     return 0
 
 
@@ -97,7 +97,7 @@ def _document(
     }
 
 
-def _text(document: dict[str, Any]) -> str:
+def _text(document: dict[str, Any], key: str | None) -> str:
     from neffbuild.cache.index import platform_text
 
     to = f"{document['name']}:{document['tag']}"
@@ -112,5 +112,6 @@ def _text(document: dict[str, Any]) -> str:
         lines.append(f"expires {document['expires']}")
     if document["previous_index"] not in (None, document["index"]):
         back = ["neffbuild", "promote", document["url"], "--from", document["previous_index"]]
-        lines.append(f"back with: {shlex.join([*back, '--to', to])}")
+        back += ["--to", to, *(["--key", key] if key else [])]
+        lines.append(f"back with: {shlex.join(back)}")
     return "\n".join(lines)
