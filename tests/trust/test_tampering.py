@@ -206,13 +206,17 @@ class TestSwappedMapping:
         statement = self.statement(signed, planted[1])
         unsigned = replace(envelope, payload=statement.payload(), signatures=())
         signed.write("tag", unsigned.to_json())
-        assert "is not signed" in signed.refused().message
+        message = signed.refused().message
+        assert "tag llama:prod" in message
+        assert "is not signed" in message
 
     def test_under_the_old_signature(self, signed: Signed, planted: tuple[str, str]) -> None:
         envelope = envelope_of(signed.files["tag"])
         statement = self.statement(signed, planted[1])
         signed.write("tag", replace(envelope, payload=statement.payload()).to_json())
-        assert "was changed" in signed.refused().message
+        message = signed.refused().message
+        assert "tag llama:prod" in message
+        assert "was changed" in message
 
     def test_under_somebody_elses_signature(
         self, signed: Signed, planted: tuple[str, str], stranger: Signing
