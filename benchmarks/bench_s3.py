@@ -119,16 +119,16 @@ def _round(
 
 
 def make_files(folder: Path, count: int, size: int, kind: str) -> None:
-    """Files of random bytes, or of pieces that repeat as machine code does (zstd: about a third)."""
+    """Files of random bytes, or of pieces that repeat as machine code does (zstd: less than a third)."""
     folder.mkdir()
     random.seed(kind)
-    pieces = [random.randbytes(96) for _ in range(4000)]
+    pieces = [random.randbytes(24) for _ in range(300)]
     for number in range(count):
         if kind == "incompressible":
             content = os.urandom(size)
         else:
-            chosen = random.choices(pieces, k=size // 128 + 1)
-            content = b"".join(piece + random.randbytes(32) for piece in chosen)[:size]
+            chosen = random.choices(pieces, k=size // 32 + 1)
+            content = b"".join(piece + random.randbytes(8) for piece in chosen)[:size]
         (folder / f"graph-{number:03}.neff").write_bytes(content)
 
 

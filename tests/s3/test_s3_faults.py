@@ -83,10 +83,10 @@ def work_through(store: S3Store, big: Path, copy: Path) -> None:
     assert current is not None
     assert store.replace("runs/a.json", b"2", current.version)
     assert store.read("runs/a.json").data == b"2"  # type: ignore[union-attr]
-    for name in NAMES[:10]:
+    for name in NAMES[:3]:
         assert store.create(name, name.encode())
-    assert len(dict(store.read_many(NAMES))) == 10
-    assert {one.name for one in store.list("")} == {"runs/a.json", *NAMES[:10]}
+    assert len(dict(store.read_many(NAMES))) == 3
+    assert {one.name for one in store.list("")} == {"runs/a.json", *NAMES[:3]}
     store.put_blob(BIG_DIGEST, big)
     assert store.present_blobs({BIG_DIGEST: len(BIG)}) == {BIG_DIGEST}
     store.fetch_blob(BIG_DIGEST, len(BIG), copy)
@@ -119,7 +119,7 @@ class TestPassingFaults:
 
         proxy.misbehave(act, every_third)
         work_through(store, big, tmp_path / "copy")
-        assert retries(store)[kind] >= 10
+        assert retries(store)[kind] >= 5
         assert errors(store) == {}
 
     @pytest.mark.parametrize(
@@ -188,6 +188,16 @@ class TestPassingFaults:
         assert 0 < starts[0] <= 3 << 20
         assert starts[0] < starts[1] <= 6 << 20
         assert sum(retries(store).values()) == 2
+
+    def test_download_is_right_where_the_server_knows_no_ranges(
+        self, store: S3Store, proxy: FaultProxy, big: Path, tmp_path: Path
+    ) -> None:
+        store.put_blob(BIG_DIGEST, big)
+        proxy.misbehave(reset_after(3 << 20), is_get, times=1)
+        proxy.misbehave(ignore("range", "if-match"), is_get)
+        store.fetch_blob(BIG_DIGEST, len(BIG), tmp_path / "copy")
+        assert (tmp_path / "copy").read_bytes() == BIG
+        assert sum(retries(store).values()) == 1
 
     def test_object_replaced_during_a_download_is_not_mixed_with_its_successor(
         self, store: S3Store, proxy: FaultProxy, bucket: str, big: Path, tmp_path: Path
@@ -388,7 +398,7 @@ class TestServersWithoutConditionalWrites:
     def test_claim_of_a_dead_process_expires(
         self, proxy: FaultProxy, bucket: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("neffbuild.cache.s3.writes.CLAIM_EXPIRES", 1.0)
+        monkeypatch.setattr("neffbuild.cache.s3.writes.CLAIM_EXPIRES", 2.0)
         store = S3Store(S3Options.parse(proxy.server.url(bucket, conditional_writes="off")))
         # A process that dies between its claim and the removal of it.
         proxy.misbehave(refuse(403, "AccessDenied"), lambda request: request.method == "DELETE")
@@ -398,7 +408,7 @@ class TestServersWithoutConditionalWrites:
         store.delete("runs/a.json")
         start = time.monotonic()
         assert store.create("runs/a.json", b"2")
-        assert time.monotonic() - start > 0.5
+        assert time.monotonic() - start > 0.5  # the server's times are whole seconds
         assert {one.name for one in store.list("")} == {"runs/a.json"}
         assert proxy.upstream.keys(bucket) == {"some/prefix/v1/runs/a.json"}
 
