@@ -11,7 +11,7 @@ import stat
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import gettempdir, mkdtemp
 
 from neffbuild.cache import files
 from neffbuild.cache.canonical import digest_document
@@ -158,7 +158,8 @@ def _private_folder() -> Path:
     """This process's own folder; a forked child makes another and leaves its parent's alone."""
     pid = os.getpid()
     if pid not in _private_folders:
-        folder = Path(mkdtemp(prefix="neffbuild-loaded-"))
+        with files.refusals("lay files out below", gettempdir()):
+            folder = Path(mkdtemp(prefix="neffbuild-loaded-"))
         _private_folders[pid] = folder
         atexit.register(_remove_private, pid, folder)
     return _private_folders[pid]
