@@ -107,6 +107,12 @@ class ModelConfig:
         return self.text.get("kv_lora_rank") is not None
 
     @property
+    def latent_size(self) -> int:
+        """With multi-head latent attention, elements that one position takes in a layer's KV cache: the
+        compressed latent and the rotary key, shared by all heads."""
+        return self._required("kv_lora_rank") + (self._positive("qk_rope_head_dim") or 0)
+
+    @property
     def sliding_window(self) -> int | None:
         """Window of the sliding-window layers in positions, or None."""
         return (

@@ -33,7 +33,7 @@ def num_kv_blocks(serve: ServeConfig) -> int:
 def kv_bytes_per_position(serve: ServeConfig, model: ModelConfig) -> int:
     """Bytes that one position takes in the KV caches of all layers and all ranks together.
 
-    Raises `ConfigError` for a `kv_cache_dtype` of unknown size.
+    Raises `ConfigError` for a `kv_cache_dtype` of unknown size, or a model of malformed ones.
     """
     dtype = serve.dtype if serve.kv_cache_dtype == "auto" else serve.kv_cache_dtype
     if dtype not in _BYTES:
@@ -43,11 +43,9 @@ def kv_bytes_per_position(serve: ServeConfig, model: ModelConfig) -> int:
             field="serve.kv_cache_dtype",
             value=dtype,
         )
-    if model.uses_mla:
-        # One compressed latent and one rotary key, shared by all heads.
-        entries = int(model.text["kv_lora_rank"]) + int(model.text.get("qk_rope_head_dim", 0))
-    else:
-        entries = 2 * model.num_key_value_heads * model.head_dim
+    entries = (
+        model.latent_size if model.uses_mla else 2 * model.num_key_value_heads * model.head_dim
+    )
     return model.num_hidden_layers * entries * _BYTES[dtype]
 
 

@@ -57,13 +57,13 @@ class LlamaArchitecture:
         Raises `ConfigError` naming the field for another architecture, a missing or malformed
         number, and every variation the decoder does not compute.
         """
-        architectures = tuple(config.get("architectures") or ())
-        if not architectures or architectures[0] not in SUPPORTED_ARCHITECTURES:
+        stated = config.get("architectures")
+        if first_architecture(stated) not in SUPPORTED_ARCHITECTURES:
             raise ConfigError(
-                f"no reference model for architecture {list(architectures)!r}; supported: "
+                f"no reference model for architecture {stated!r}; supported: "
                 + ", ".join(SUPPORTED_ARCHITECTURES),
                 field="model.architectures",
-                value=list(architectures),
+                value=stated,
                 hint="point serve.model at a supported model, or use an engine's own graphs",
             )
         _refuse_variations(config)
@@ -97,6 +97,11 @@ class LlamaArchitecture:
             attention_bias=_bool(config, "attention_bias"),
             mlp_bias=_bool(config, "mlp_bias"),
         )
+
+
+def first_architecture(stated: object) -> object:
+    """The architecture that `architectures` of a config.json states, or None."""
+    return stated[0] if isinstance(stated, list | tuple) and stated else None
 
 
 def _refuse_variations(config: Mapping[str, Any]) -> None:

@@ -14,7 +14,11 @@ from itertools import pairwise
 from typing import Any, Self
 
 from neffbuild.config.errors import ConfigError
-from neffbuild.models.architecture import SUPPORTED_ARCHITECTURES, LlamaArchitecture
+from neffbuild.models.architecture import (
+    SUPPORTED_ARCHITECTURES,
+    LlamaArchitecture,
+    first_architecture,
+)
 
 EAGLE3_ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
@@ -85,13 +89,13 @@ class Eagle3Architecture:
 
 
 def _check_architecture(config: Mapping[str, Any]) -> None:
-    architectures = list(config.get("architectures") or ())
-    if not architectures or architectures[0] not in EAGLE3_ARCHITECTURES:
+    stated = config.get("architectures")
+    if first_architecture(stated) not in EAGLE3_ARCHITECTURES:
         raise ConfigError(
-            f"no reference draft for architecture {architectures!r}; supported: "
+            f"no reference draft for architecture {stated!r}; supported: "
             + ", ".join(EAGLE3_ARCHITECTURES),
             field="draft_model.architectures",
-            value=architectures,
+            value=stated,
             hint="point speculative_config.model at an EAGLE3 draft of a Llama",
         )
     eagle = config.get("eagle_config")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -30,6 +31,12 @@ def section(project: Project, **sections: Any) -> list[str]:
 
 def buckets(project: Project, **lists: Any) -> list[str]:
     return serve(project, additional_config={"neuron_config": lists})
+
+
+def with_model(project: Project, command: str, **keys: Any) -> list[str]:
+    document = {**cli_samples.MODEL, **keys}
+    (project.root / "model/config.json").write_text(json.dumps(document), encoding="utf-8")
+    return [command, project.write(toolchain=INDUCTOR)]
 
 
 # Case → (words, exit status, what the message must hold).
@@ -76,6 +83,21 @@ CASES: dict[str, tuple[Callable[[Project], list[str]], int, list[str]]] = {
     ),
     "no model": (lambda p: serve(p, model=...), 2, ["serve.model is not set; allowed"]),
     "model that is not there": (lambda p: serve(p, model="nope"), 2, ["'nope'", "looked at"]),
+    "architectures that are no list": (
+        lambda p: with_model(p, "compile", architectures=True),
+        2,
+        ["no reference model for architecture True; supported: LlamaForCausalLM"],
+    ),
+    "an empty list of architectures": (
+        lambda p: with_model(p, "compile", architectures=[]),
+        2,
+        ["no reference model for architecture []"],
+    ),
+    "a model with no size of its latent": (
+        lambda p: with_model(p, "replay", kv_lora_rank={}),
+        2,
+        ["kv_lora_rank is {}; allowed: a positive integer"],
+    ),
     "text for a number": (
         lambda p: serve(p, max_num_seqs="many"),
         2,
