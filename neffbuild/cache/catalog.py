@@ -14,6 +14,7 @@ from pathlib import Path
 from neffbuild.cache.canonical import digest_bytes, digest_file, require_digest
 from neffbuild.cache.entry import Entry, FileRecord, entry_blobs
 from neffbuild.cache.index import Index
+from neffbuild.cache.lease import leased
 from neffbuild.cache.manifest import Manifest
 from neffbuild.cache.problem import ProblemKind
 from neffbuild.cache.records import read_failures
@@ -145,6 +146,15 @@ def commit_entry(store: Store, entry: Entry, files: Mapping[str, Path]) -> Entry
     still what was read. `files` maps the names in `entry.files` to where they lie now. Raises
     `IntegrityError` when a file is not what the entry says.
     """
+    current = read_entry(store, entry.key)
+    if isinstance(current, Hit):
+        return current.entry
+    with leased(store, documents=[entry_name(entry.key)], blobs=entry.blobs):
+        return commit_leased(store, entry, files)
+
+
+def commit_leased(store: Store, entry: Entry, files: Mapping[str, Path]) -> Entry:
+    """`commit_entry` for a caller that holds a lease on the entry and its blobs."""
     key = entry.key
     if set(files) != set(entry.files):
         raise IntegrityError(f"entry {key} and the files handed over name different files")

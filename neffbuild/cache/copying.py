@@ -55,6 +55,11 @@ def write_entries(store: Store, entries: Mapping[str, Entry]) -> None:
             write_over(store, entry_name(key), entries[key].to_json(), found)
 
 
+def blobs_of(entries: Mapping[str, Entry]) -> dict[str, int]:
+    """digest → size in bytes of every blob that the entries need."""
+    return {blob: size for entry in entries.values() for blob, size in entry.blobs.items()}
+
+
 def file_modes(entries: Mapping[str, Entry]) -> dict[str, int]:
     """digest → permission bits, of every file of the entries."""
     return {

@@ -15,7 +15,7 @@ import contextlib
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from neffbuild.cache import files
@@ -23,10 +23,15 @@ from neffbuild.cache.canonical import digest_bytes, is_digest
 from neffbuild.cache.lock import host_lock
 from neffbuild.cache.names import LAYOUT, NOT_DOCUMENTS, is_name, valid_name, valid_prefix
 from neffbuild.cache.problem import ProblemKind
-from neffbuild.cache.store import Document, Listed, Store
+from neffbuild.cache.store import Document, Leftover, LeftoverKind, Listed, Store
 from neffbuild.config.errors import IntegrityError
 
 _LOCK_WAIT = 60.0
+_LEFTOVERS: Mapping[str, LeftoverKind] = {
+    "tmp": "temporary",
+    "loaded": "loaded",
+    "quarantine": "quarantined",
+}
 
 
 class DirectoryStore:
@@ -182,6 +187,39 @@ class DirectoryStore:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # only succeeds where nothing had to be moved
 
+    def list_blobs(self) -> Iterator[Listed]:
+        with files.refusals("list", self._blobs):
+            for folder in _scan(Path(self._blobs)):
+                for item in _scan(Path(folder.path)):
+                    if is_digest(item.name) and item.is_file(follow_symlinks=False):
+                        status = item.stat(follow_symlinks=False)
+                        yield Listed(item.name, status.st_size, status.st_mtime)
+
+    def list_leftovers(self) -> Iterator[Leftover]:
+        for name, kind in _LEFTOVERS.items():
+            with files.refusals("list", self._base / name):
+                for item in _scan(self._base / name):
+                    size, modified = _extent(Path(item.path))
+                    if kind == "loaded":  # links to blobs
+                        yield Leftover(kind, f"{name}/{item.name}", 0, modified, item.name)
+                    else:
+                        yield Leftover(kind, f"{name}/{item.name}", size, modified)
+
+    def delete_many(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.delete(name)
+
+    def delete_blobs(self, digests: Sequence[str]) -> None:
+        for digest in digests:
+            path = self.blob_path(digest)
+            with files.refusals("delete", path):
+                path.unlink(missing_ok=True)
+
+    def delete_leftover(self, leftover: Leftover) -> None:
+        path = self._base / leftover.name
+        with files.refusals("delete", path):
+            _remove(path)
+
     @contextlib.contextmanager
     def scratch_folder(self) -> Iterator[Path]:
         """An empty folder on the store's file system, removed at the end unless renamed away."""
@@ -253,6 +291,29 @@ class DirectoryStore:
                     with contextlib.suppress(FileNotFoundError):
                         status = item.stat(follow_symlinks=False)
                         yield Listed(f"{folder}{item.name}", status.st_size, status.st_mtime)
+
+
+def _scan(folder: Path) -> list[os.DirEntry[str]]:
+    """What is in a folder; nothing where there is none, or something else in its place."""
+    try:
+        with os.scandir(folder) as scan:
+            return list(scan)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _extent(path: Path) -> tuple[int, float]:
+    """Bytes of what lies at and below a path, and when any of it was last changed."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return 0, 0.0
+    size, modified = status.st_size, status.st_mtime
+    if stat.S_ISDIR(status.st_mode):
+        below = [_extent(Path(item.path)) for item in _scan(path)]
+        size = sum(one[0] for one in below)
+        modified = max([modified, *(one[1] for one in below)])
+    return size, modified
 
 
 def _remove(path: Path) -> None:

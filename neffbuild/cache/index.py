@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -10,6 +10,19 @@ from neffbuild.cache.canonical import canonical_json, digest_bytes, is_digest, p
 from neffbuild.config.errors import IntegrityError
 
 SCHEMA = "neffbuild.index/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How a host suits a platform: why it cannot run its artifacts, or None, and which of several that
+    it can run it should (the highest rank)."""
+
+    refusal: str | None
+    rank: int = 0
+
+
+HostFit = Callable[[Mapping[str, Any]], Fit]
+"""A platform → how the host suits it, by what can be seen there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from neffbuild.cache.directory import DirectoryStore
-from neffbuild.cache.store import Store
+from neffbuild.cache.store import Collectable
 from neffbuild.config.errors import ConfigError, MissingExtra
 
 
-def open_store(url: str) -> Store:
+def open_store(url: str) -> Collectable:
     """The store at a path, `file:///path` or `s3://bucket/prefix`. Touches nothing yet.
 
     Raises `ConfigError` for anything else, `MissingExtra` where S3 needs what is not installed.
@@ -39,7 +39,7 @@ def open_store(url: str) -> Store:
     return DirectoryStore(_path(unquote(parts.path), url))
 
 
-def _s3_store(url: str) -> Store:
+def _s3_store(url: str) -> Collectable:
     for module in ("boto3", "zstandard"):
         if find_spec(module) is None:
             raise MissingExtra(

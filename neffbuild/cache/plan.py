@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from neffbuild.cache.catalog import read_hits, write_manifest
+from neffbuild.cache.catalog import entry_name, manifest_name, read_hits, write_manifest
+from neffbuild.cache.lease import leased_if_writable
 from neffbuild.cache.manifest import Manifest, ManifestUnit
 from neffbuild.cache.recipe import (
     ToolchainIdentity,
@@ -163,5 +164,7 @@ def store_plan_manifest(plan: Plan, store: Store) -> Manifest:
             "prefill_gaps": [state.document() for state in covered.prefill_gaps],
         },
     )
-    write_pointer(store, manifest.config, write_manifest(store, manifest))
+    names = [manifest_name(manifest.digest), *map(entry_name, entries)]
+    with leased_if_writable(store, documents=names, blobs=manifest.blobs):
+        write_pointer(store, manifest.config, write_manifest(store, manifest))
     return manifest

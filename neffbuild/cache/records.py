@@ -145,6 +145,15 @@ def read_pointers(store: Store) -> Iterator[str]:
     yield from digests
 
 
+def record_pull(store: Store, manifest: str) -> None:
+    """Remember that a manifest (digest) was pulled now. Where nothing can be written, nothing is."""
+    document = {"schema": "neffbuild.pulled/1", "manifest": manifest, "time": int(time.time())}
+    try:
+        _update(store, _pull_name(manifest), lambda _: document)
+    except StoreError as error:
+        _log.debug("the pull of %s was not recorded: %s", manifest, error.message)
+
+
 def seen_sequence(store: Store, url: str, name: str, tag: str) -> int:
     """The highest sequence that was accepted of a tag of the store at `url`; 0 when none was."""
     return _sequence(store.read(_seen_name(url, name, tag)))
@@ -208,6 +217,10 @@ def _failure_name(key: str) -> str:
 
 def _pointer_name(config: str) -> str:
     return f"configs/{config}.json"
+
+
+def _pull_name(manifest: str) -> str:
+    return f"pulls/{manifest}.json"
 
 
 def _seen_name(url: str, name: str, tag: str) -> str:

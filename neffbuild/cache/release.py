@@ -64,7 +64,7 @@ def read_release(
         data = require_addressed(remote, index_name(statement.index), f"tag {source}")
         index = Index.from_json(data)
     else:
-        index = _index_of(remote, source)
+        index = index_of(remote, source)
     manifests = {}
     for one in index.manifests:
         name = manifest_name(one.manifest)
@@ -88,7 +88,9 @@ def remember_sequence(local: DirectoryStore, remote: Store, statement: TagStatem
         )
 
 
-def _index_of(remote: Store, digest: str) -> Index:
+def index_of(remote: Store, digest: str) -> Index:
+    """The index of this digest, or one of the single manifest that has it. Raises `StoreError` when
+    there is neither."""
     index = read_index(remote, digest)
     if index is not None:
         return index

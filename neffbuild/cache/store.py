@@ -8,10 +8,10 @@ injection, counting) wrap a store and are stores themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from neffbuild.cache.problem import ProblemKind
 
@@ -32,6 +32,23 @@ class Listed:
     name: str
     size: int
     modified: float
+
+
+LeftoverKind = Literal["temporary", "upload", "loaded", "quarantined"]
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """Something in a store that is neither a document nor a blob: an unfinished write, an upload in
+    parts that was never completed, an entry laid out for loading, what was damaged. `name` is the
+    store's own name for it, `size` in bytes (0 where it is not known), `modified` in epoch seconds,
+    `of` the key or digest it belongs to, where it says so."""
+
+    kind: LeftoverKind
+    name: str
+    size: int
+    modified: float
+    of: str | None = None
 
 
 class Store(Protocol):
@@ -108,3 +125,21 @@ class Store(Protocol):
         (digest → size) only if they are still damaged. `label` names them for who looks later.
         """
         ...
+
+
+class Collectable(Store, Protocol):
+    """A store that can be collected. Removing what is gone already is no error."""
+
+    def list_blobs(self) -> Iterator[Listed]:
+        """Every blob: `name` is the digest, `size` that of what is stored (compressed, on S3)."""
+        ...
+
+    def list_leftovers(self) -> Iterator[Leftover]: ...
+
+    def delete_many(self, names: Sequence[str]) -> None:
+        """Remove documents."""
+        ...
+
+    def delete_blobs(self, digests: Sequence[str]) -> None: ...
+
+    def delete_leftover(self, leftover: Leftover) -> None: ...

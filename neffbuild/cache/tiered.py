@@ -15,16 +15,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from neffbuild.cache.catalog import (
-    commit_entry,
+    commit_leased,
+    entry_name,
     quarantine_entry,
     read_hits,
     stored_keys,
     whole_keys,
 )
-from neffbuild.cache.copying import WORKERS, Progress, copy_blobs, file_modes, write_entries
+from neffbuild.cache.copying import (
+    WORKERS,
+    Progress,
+    blobs_of,
+    copy_blobs,
+    file_modes,
+    write_entries,
+)
 from neffbuild.cache.directory import DirectoryStore
 from neffbuild.cache.entry import Entry
 from neffbuild.cache.files import says_unwritable
+from neffbuild.cache.lease import leased
 from neffbuild.cache.store import Store
 from neffbuild.config.errors import IntegrityError, NeffbuildError, StoreError
 
@@ -113,8 +122,9 @@ class TieredStore:
                 continue
             with self._forgiving(tier):
                 there = whole_keys(tier.store, entries)
-                absent = [entry for key, entry in entries.items() if there.get(key, "") is not None]
-                self._publish(tier, absent)
+                absent = {key: entries[key] for key in entries if there.get(key, "") is not None}
+                if absent:
+                    self._publish(tier, absent)
 
     @contextmanager
     def publishing(self) -> Iterator[Callable[[str], object]]:
@@ -131,7 +141,27 @@ class TieredStore:
         progress: Progress | None,
     ) -> dict[str, str]:
         """key → reason, of the entries that could not be fetched whole; the others are local then."""
-        sizes = {blob: size for entry in entries.values() for blob, size in entry.blobs.items()}
+        if not entries:
+            return {}
+        try:
+            with leased(self.local, documents=map(entry_name, entries), blobs=blobs_of(entries)):
+                return self._fetch_leased(remote, entries, workers, progress)
+        except StoreError as error:
+            if not says_unwritable(error):
+                raise
+            _log.warning(
+                "what remotes have cannot be kept here", extra={"fields": {"cause": error.message}}
+            )
+            return {}
+
+    def _fetch_leased(
+        self,
+        remote: Store,
+        entries: Mapping[str, Entry],
+        workers: int,
+        progress: Progress | None,
+    ) -> dict[str, str]:
+        sizes = blobs_of(entries)
         absent = {blob: sizes[blob] for blob in sizes.keys() - self.local.present_blobs(sizes)}
         modes = file_modes(entries)
         damaged: dict[str, str] = {}
@@ -142,29 +172,21 @@ class TieredStore:
             except IntegrityError as error:
                 damaged[blob] = error.message
 
-        try:
-            copy_blobs(absent, copy, workers, progress)
-            lost = {
-                key: damaged[blob]
-                for key, entry in entries.items()
-                for blob in entry.blobs
-                if blob in damaged
-            }
-            write_entries(self.local, {k: entry for k, entry in entries.items() if k not in lost})
-        except StoreError as error:
-            if not says_unwritable(error):
-                raise
-            _log.warning(
-                "what remotes have cannot be kept here", extra={"fields": {"cause": error.message}}
-            )
-            return {}
+        copy_blobs(absent, copy, workers, progress)
+        lost = {
+            key: damaged[blob]
+            for key, entry in entries.items()
+            for blob in entry.blobs
+            if blob in damaged
+        }
+        write_entries(self.local, {k: entry for k, entry in entries.items() if k not in lost})
         return lost
 
-    def _publish(self, tier: Tier, entries: Sequence[Entry]) -> None:
+    def _publish(self, tier: Tier, entries: Mapping[str, Entry]) -> None:
         def publish(entry: Entry) -> None:
             files = {name: self.local.blob_path(one.digest) for name, one in entry.files.items()}
             try:
-                commit_entry(tier.store, entry, files)
+                commit_leased(tier.store, entry, files)
             except IntegrityError as error:
                 # Of what is here: no fault of the tier's, and for `verify` to find.
                 _log.warning("not published: %s", error.message)
@@ -172,8 +194,11 @@ class TieredStore:
             with self._counting:
                 tier.counts.published += 1
 
-        with ThreadPoolExecutor(_PUBLISHERS, thread_name_prefix="publish") as pool:
-            running = [pool.submit(publish, entry) for entry in entries]
+        with (
+            leased(tier.store, documents=map(entry_name, entries), blobs=blobs_of(entries)),
+            ThreadPoolExecutor(_PUBLISHERS, thread_name_prefix="publish") as pool,
+        ):
+            running = [pool.submit(publish, entry) for entry in entries.values()]
             try:
                 for future in running:
                     future.result()

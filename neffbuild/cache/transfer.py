@@ -13,9 +13,9 @@ from typing import Any
 
 from neffbuild.cache.attestation import require_attestation, write_attestation
 from neffbuild.cache.catalog import (
+    entry_name,
     index_name,
     manifest_name,
-    read_addressed,
     require_addressed,
     write_addressed,
     write_index,
@@ -23,10 +23,11 @@ from neffbuild.cache.catalog import (
 )
 from neffbuild.cache.copying import WORKERS, Progress, copy_blobs, file_modes, write_entries
 from neffbuild.cache.directory import DirectoryStore
-from neffbuild.cache.index import Index, platform_text
+from neffbuild.cache.index import HostFit, Index, platform_text
+from neffbuild.cache.lease import leased, leased_if_writable
 from neffbuild.cache.manifest import Manifest
-from neffbuild.cache.records import note_sequence, seen_sequence, write_pointer
-from neffbuild.cache.release import remember_sequence
+from neffbuild.cache.records import note_sequence, record_pull, seen_sequence, write_pointer
+from neffbuild.cache.release import index_of, remember_sequence
 from neffbuild.cache.store import Store
 from neffbuild.cache.tag import (
     Signer,
@@ -94,29 +95,32 @@ def push(
     if ref is not None:
         check_movable(remote, ref, trust, last_seen=last_seen, sign=sign)
     sizes = manifest.blobs
-    absent = {digest: sizes[digest] for digest in sizes.keys() - remote.present_blobs(sizes)}
+    with leased(remote, documents=_documents(manifest), blobs=sizes) as lease:
+        absent = {digest: sizes[digest] for digest in sizes.keys() - remote.present_blobs(sizes)}
 
-    def copy(digest: str) -> None:
-        remote.put_blob(digest, local.blob_path(digest))
+        def copy(digest: str) -> None:
+            remote.put_blob(digest, local.blob_path(digest))
 
-    copy_blobs(absent, copy, workers, progress)
-    write_entries(remote, manifest.entries)
-    digest = write_manifest(remote, manifest)
-    if sign is not None:
-        write_attestation(remote, digest, manifest, sign)
-    if ref is None:
-        index = write_index(remote, Index().with_manifest(manifest.platform, digest))
-        return Pushed(index, digest, None, len(absent), sum(absent.values()))
-    statement = point_tag(
-        remote,
-        ref,
-        manifest.platform,
-        digest,
-        trust,
-        last_seen=last_seen,
-        sign=sign,
-        expires=expires,
-    )
+        copy_blobs(absent, copy, workers, progress)
+        lease.require()
+        write_entries(remote, manifest.entries)
+        digest = write_manifest(remote, manifest)
+        if sign is not None:
+            write_attestation(remote, digest, manifest, sign)
+        if ref is None:
+            index = write_index(remote, Index().with_manifest(manifest.platform, digest))
+            return Pushed(index, digest, None, len(absent), sum(absent.values()))
+        lease.require()
+        statement = point_tag(
+            remote,
+            ref,
+            manifest.platform,
+            digest,
+            trust,
+            last_seen=last_seen,
+            sign=sign,
+            expires=expires,
+        )
     remember_sequence(local, remote, statement)
     return Pushed(statement.index, digest, statement, len(absent), sum(absent.values()))
 
@@ -127,74 +131,107 @@ def pull(
     source: TagRef | str,
     *,
     platform: Mapping[str, Any] | None = None,
+    fit: HostFit | None = None,
     trust: Trust,
+    allow_partial: bool = False,
     workers: int = WORKERS,
     progress: Progress | None = None,
 ) -> Pulled:
     """Copy what a tag, or an index or manifest named by its digest, has for a platform.
 
-    Without `platform` the index must hold a single one. Everything is verified; nothing is visible in
-    the local store before all of it is there. Raises `IntegrityError` for whatever does not verify,
-    `StoreError` naming what there is when the tag, the digest or the platform is not.
+    The platform is `platform`, or else the one that `fit` likes best; without either the index must
+    hold a single one. Everything is verified; nothing is visible in the local store before all of it is
+    there. What is there already is not copied again, so a repeated pull goes on where one broke off.
+
+    Raises `IntegrityError` for whatever does not verify, `UnitsIncomplete` for a manifest that lacks
+    units where `allow_partial` is not given, `StoreError` naming what there is when the tag, the digest
+    or the platform is not.
     """
+    statement = None
     if isinstance(source, TagRef):
         seen = seen_sequence(local, remote.url, source.name, source.tag)
         statement = resolve_tag(remote, source, trust, last_seen=seen)
-        index = require_addressed(remote, index_name(statement.index), f"tag {source}")
-        digest = _choose(remote, Index.from_json(index), platform)
-        data = require_addressed(remote, manifest_name(digest), f"the index of tag {source}")
+        index = Index.from_json(
+            require_addressed(remote, index_name(statement.index), f"tag {source}")
+        )
     else:
-        statement = None
-        digest, data = _by_digest(remote, source, platform)
+        index = index_of(remote, source)
+    digest = _choose(remote, index, platform, fit)
+    data = require_addressed(remote, manifest_name(digest), f"the index of {source}")
     manifest = Manifest.from_json(data)
     require_attestation(remote, digest, manifest, trust)
+    if manifest.missing and not allow_partial:
+        raise UnitsIncomplete(
+            f"manifest {digest} of {remote.url} lacks {len(manifest.missing)} of its plan's units: "
+            f"{_some(unit.shape.bucket_name for unit in manifest.missing)}",
+            value=digest,
+            hint="compile and push the rest, or pull what there is with --allow-partial",
+        )
     sizes = manifest.blobs
-    absent = {digest: sizes[digest] for digest in sizes.keys() - local.present_blobs(sizes)}
     modes = file_modes(manifest.entries)
+    with leased_if_writable(local, documents=_documents(manifest), blobs=sizes):
+        absent = {blob: sizes[blob] for blob in sizes.keys() - local.present_blobs(sizes)}
 
-    def copy(blob: str) -> None:
-        local.receive_blob(blob, absent[blob], modes[blob], remote)
+        def copy(blob: str) -> None:
+            local.receive_blob(blob, absent[blob], modes[blob], remote)
 
-    copy_blobs(absent, copy, workers, progress)
-    write_entries(local, manifest.entries)
-    write_addressed(local, manifest_name(digest), data)
-    write_pointer(local, manifest.config, digest)
+        copy_blobs(absent, copy, workers, progress)
+        write_entries(local, manifest.entries)
+        write_addressed(local, manifest_name(digest), data)
+        write_pointer(local, manifest.config, digest)
+        record_pull(local, digest)
     if statement is not None:
         ref = statement.ref
         note_sequence(local, remote.url, ref.name, ref.tag, statement.sequence)
     return Pulled(manifest, digest, statement, len(absent), sum(absent.values()))
 
 
-def _by_digest(remote: Store, digest: str, platform: Mapping[str, Any] | None) -> tuple[str, bytes]:
-    """The manifest that a digest of an index or of a manifest leads to."""
-    index = read_addressed(remote, index_name(digest))
-    if index is not None:
-        digest = _choose(remote, Index.from_json(index), platform)
-        return digest, require_addressed(remote, manifest_name(digest), "the index")
-    data = read_addressed(remote, manifest_name(digest))
-    if data is None:
-        raise StoreError(
-            f"{remote.url} has no index and no manifest {digest}", field="digest", value=digest
-        )
-    return digest, data
-
-
-def _choose(remote: Store, index: Index, platform: Mapping[str, Any] | None) -> str:
+def _choose(
+    remote: Store, index: Index, platform: Mapping[str, Any] | None, fit: HostFit | None
+) -> str:
     there = "; ".join(platform_text(one.platform) for one in index.manifests) or "none"
-    if platform is None:
+    if platform is not None:
+        digest = index.manifest_for(platform)
+        if digest is None:
+            raise StoreError(
+                f"{remote.url} has no artifacts for {platform_text(platform)}; it has: {there}",
+                hint="compile and push for this platform, or use one of those listed",
+            )
+        return digest
+    if fit is None:
         if len(index.manifests) == 1:
             return index.manifests[0].manifest
         raise StoreError(
             f"{remote.url} has artifacts for several platforms and none was named: {there}",
-            hint="name the platform in the config's `toolchain` section",
+            hint="name one of them",
         )
-    digest = index.manifest_for(platform)
-    if digest is None:
+    return _best(remote, index, fit)
+
+
+def _best(remote: Store, index: Index, fit: HostFit) -> str:
+    """The manifest whose platform suits the host best."""
+    fits = [(one, fit(one.platform)) for one in index.manifests]
+    suited = [(one, found.rank) for one, found in fits if found.refusal is None]
+    if not suited:
+        there = "; ".join(f"{platform_text(one.platform)} ({f.refusal})" for one, f in fits)
         raise StoreError(
-            f"{remote.url} has no artifacts for {platform_text(platform)}; it has: {there}",
-            hint="compile and push for this platform, or use one of those listed",
+            f"{remote.url} has no artifacts that this host can run; it has: {there or 'none'}",
+            hint="compile and push for this platform, or name one of those listed with --platform",
         )
-    return digest
+    highest = max(rank for _, rank in suited)
+    best = [one for one, rank in suited if rank == highest]
+    if len(best) > 1:
+        there = "; ".join(platform_text(one.platform) for one in best)
+        raise StoreError(
+            f"{remote.url} has artifacts for several platforms that suit this host: {there}",
+            hint="choose with --platform, or pull with the --config they are for",
+        )
+    return best[0].manifest
+
+
+def _documents(manifest: Manifest) -> list[str]:
+    """The names of the documents that a transfer of the manifest relies on."""
+    return [manifest_name(manifest.digest), *map(entry_name, manifest.entries)]
 
 
 def _some(names: Iterable[str]) -> str:

@@ -28,6 +28,7 @@ _COMMANDS = {
     "pull": "Fetch what a tag names into the local cache.",
     "promote": "Make a tag name what another tag leads to, after checking it.",
     "verify": "Check artifacts against their digests and the config against its artifacts.",
+    "gc": "Remove from a store what is of no use any more.",
     "report": "Compile time, memory and artifact size of every unit.",
     "explain": "The recipe of a unit, ingredient by ingredient, or the difference of two.",
     "diff": "Which units differ between two tags of a store.",

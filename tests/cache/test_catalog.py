@@ -66,7 +66,8 @@ def test_blobs_are_stored_before_the_entry(
     create = DirectoryStore.create
 
     def create_last(self: DirectoryStore, name: str, data: bytes) -> bool:
-        assert self.present_blobs(entry.blobs) == set(entry.blobs)
+        if not name.startswith("leases/"):
+            assert self.present_blobs(entry.blobs) == set(entry.blobs)
         return create(self, name, data)
 
     monkeypatch.setattr(DirectoryStore, "create", create_last)

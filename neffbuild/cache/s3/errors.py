@@ -148,6 +148,8 @@ _VERBS = {
     "CompleteMultipartUpload": "write",
     "AbortMultipartUpload": "abandon the upload of",
     "DeleteObject": "delete",
+    "DeleteObjects": "delete",
+    "ListMultipartUploads": "list",
 }
 _PERMISSIONS = {
     "GetObject": "s3:GetObject",

@@ -6,13 +6,13 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
 from neffbuild.cache import files
-from neffbuild.cache.canonical import require_digest
+from neffbuild.cache.canonical import is_digest, require_digest
 from neffbuild.cache.names import LAYOUT, NOT_DOCUMENTS, is_name, valid_name, valid_prefix
 from neffbuild.cache.problem import ProblemKind
 from neffbuild.cache.s3.blobs import Examined, examine, is_stored, upload
@@ -20,13 +20,15 @@ from neffbuild.cache.s3.connection import S3Connection
 from neffbuild.cache.s3.listing import FEW, existing, folders, objects
 from neffbuild.cache.s3.options import S3Options
 from neffbuild.cache.s3.statistics import S3Statistics
+from neffbuild.cache.s3.sweep import abort_upload, delete_objects, unfinished_uploads
 from neffbuild.cache.s3.writes import DocumentWrites, choose_writes, delete, get
-from neffbuild.cache.store import Document, Listed
+from neffbuild.cache.store import Document, Leftover, Listed
 from neffbuild.config.errors import IntegrityError
 
 READERS = 16
 """Documents read at once."""
 
+_UPLOAD_MARK = "?uploadId="
 _log = logging.getLogger(__name__)
 
 
@@ -153,6 +155,33 @@ class S3Store:
                 continue
             if self._writes().remove(self._blob_key(digest), examined.etag):
                 _log.warning("%s: removed the damaged blob %s of %s", self.url, digest, label)
+
+    def list_blobs(self) -> Iterator[Listed]:
+        for item in objects(self._s3, f"{self._base}blobs/sha256/"):
+            digest = item.key.rpartition("/")[2]
+            if is_digest(digest) and item.key == self._blob_key(digest):
+                yield Listed(digest, item.size, item.modified)
+
+    def list_leftovers(self) -> Iterator[Leftover]:
+        for item in objects(self._s3, f"{self._base}tmp/"):
+            yield Leftover("temporary", item.key, item.size, item.modified)
+        for begun in unfinished_uploads(self._s3, self._base):
+            digest = begun.key.rpartition("/")[2]
+            name = f"{begun.key}{_UPLOAD_MARK}{begun.id}"
+            yield Leftover("upload", name, 0, begun.begun, digest)
+
+    def delete_many(self, names: Sequence[str]) -> None:
+        delete_objects(self._s3, [self._key(name) for name in names])
+
+    def delete_blobs(self, digests: Sequence[str]) -> None:
+        delete_objects(self._s3, [self._blob_key(digest) for digest in digests])
+
+    def delete_leftover(self, leftover: Leftover) -> None:
+        key, _, upload_id = leftover.name.partition(_UPLOAD_MARK)
+        if leftover.kind == "upload":
+            abort_upload(self._s3, key, upload_id)
+        else:
+            delete(self._s3, key)
 
     def _examined(self, digest: str, size: int) -> Examined:
         return examine(self._s3, self._blob_key(digest), digest, size)
