@@ -8,10 +8,13 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 PIP_FLAGS := --quiet --disable-pip-version-check
 
-.PHONY: demo test test-slow lint bench clean
+.PHONY: demo demo-eagle3 test test-slow lint bench clean
 
 demo: $(VENV)/.runtime
 	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo.sh
+
+demo-eagle3: $(VENV)/.runtime
+	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo.sh configs/quickstart-eagle3.yaml
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m 'not slow'

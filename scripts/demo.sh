@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # The main job from start to end: a build machine plans, compiles and pushes; a serving machine with an
-# empty cache and no C++ compiler on its PATH pulls and decodes. `make demo` sets everything up.
+# empty cache and no C++ compiler on its PATH pulls and decodes. `make demo` sets everything up and takes
+# the small Llama, `make demo-eagle3` the same with a draft model.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-config=configs/quickstart.yaml
+config=${1:-configs/quickstart.yaml}
+name=$(basename "$config" .yaml)
 work=$(mktemp -d)
 trap '/bin/rm -rf "$work"' EXIT
 # The serving machine finds neffbuild and nothing else.
@@ -26,6 +28,6 @@ run neffbuild push "$config" --to "$work/store" --tag demo
 echo
 echo "# serving machine: empty cache, no compiler"
 export NEFFBUILD_CACHE="$work/serving-cache" PATH="$work/bin:/bin-without-compilers"
-run neffbuild pull "$work/store" --tag quickstart:demo
+run neffbuild pull "$work/store" --tag "$name:demo"
 run neffbuild verify "$config"
 run neffbuild replay "$config" --steps 200 --execute

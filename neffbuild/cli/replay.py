@@ -84,6 +84,9 @@ def _text(document: dict[str, Any]) -> str:
         f"(programs at max_model_len: {size(document['kv_bytes_full_length'])}, "
         f"{document['amplification_full_length']:.2f} times)",
     ]
+    if acceptance := document.get("acceptance"):
+        counts = ", ".join(f"{at['accepted']} of {at['verified']}" for at in acceptance)
+        lines.append(f"drafts accepted, by position: {counts} (random weights)")
     if timed:
         lines.append(f"all programs ready in {document['ready_seconds'] * 1000:.1f} ms")
     if small := document.get("small_step"):

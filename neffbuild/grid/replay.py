@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -18,30 +19,50 @@ from neffbuild.grid.shapes import DecodeShape, Shape
 SCHEMA = "neffbuild.replay/1"
 
 
-def replay_steps(bucketer: Bucketer, steps: int) -> Iterator[Step]:
-    """`steps` decode steps whose rows grow by one position each, across the context boundaries.
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Some steps of the same rows, across one context boundary; `contexts` are the computed tokens of
+    each row in the first of them. In the steps `joins` every row is a request that has just joined."""
+
+    contexts: tuple[int, ...]
+    steps: int
+    joins: tuple[int, ...]
+
+
+def replay_stretches(bucketer: Bucketer, steps: int) -> list[Stretch]:
+    """`steps` decode steps whose rows grow, across the context boundaries.
 
     One stretch per num_seqs bucket (largest first) and context boundary, of equal lengths, half of it
     on either side; with fewer steps than two per stretch the last ones are left out. All rows of the
-    bucket are live, the longest at the boundary, the others down to half as long. With speculation
-    every row brings as many drafts as there may be. A context that reaches `max_model_len` starts over.
+    bucket are live, the longest at the boundary, the others down to half as long; half-way beyond it
+    others take their places.
     """
-    stretches = _stretches(bucketer)
-    stretches = stretches[: max(1, steps // 2)]
-    length, longer = divmod(steps, len(stretches))
-    longest = max(1, bucketer.max_model_len - 2)
-    for index, (num_seqs, boundary) in enumerate(stretches):
+    crossings = _crossings(bucketer)[: max(1, steps // 2)]
+    length, longer = divmod(steps, len(crossings))
+    stretches = []
+    for index, (num_seqs, boundary) in enumerate(crossings):
         count = length + (index < longer)
         start = max(1, boundary - (count + 1) // 2)
         spread = start // (2 * num_seqs)
-        for step in range(count):
+        contexts = tuple(start - row * spread for row in range(num_seqs))
+        stretches.append(Stretch(contexts, count, (0, count - count // 4)))
+    return stretches
+
+
+def replay_steps(bucketer: Bucketer, steps: int) -> Iterator[Step]:
+    """The steps of `replay_stretches` when rows grow by one position each.
+
+    With speculation every row brings as many drafts as there may be, none when it has just joined, and
+    none is accepted. A context that reaches `max_model_len` starts over.
+    """
+    longest = max(1, bucketer.max_model_len - 2)
+    for stretch in replay_stretches(bucketer, steps):
+        for step in range(stretch.steps):
+            drafts = 0 if step in stretch.joins else bucketer.num_speculative_tokens
             yield Step(
                 [
-                    Row(
-                        (start + step - row * spread - 1) % longest + 1,
-                        num_drafts=bucketer.num_speculative_tokens,
-                    )
-                    for row in range(num_seqs)
+                    Row((context + step - 1) % longest + 1, num_drafts=drafts)
+                    for context in stretch.contexts
                 ]
             )
 
@@ -110,7 +131,7 @@ class ReplayTally:
         }
 
 
-def _stretches(bucketer: Bucketer) -> list[tuple[int, int]]:
+def _crossings(bucketer: Bucketer) -> list[tuple[int, int]]:
     """(live sequences, context need at a boundary) of every stretch."""
     ladders = bucketer.decode[bucketer.families[0]]
     contexts = ladders.context_len.rungs

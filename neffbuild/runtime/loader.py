@@ -55,16 +55,17 @@ class Loader:
         toolchain: Toolchain,
         *,
         architecture: Mapping[str, Any] | None = None,
+        draft_architecture: Mapping[str, Any] | None = None,
         config: str = UNNAMED_CONFIG,
     ) -> None:
-        """`architecture` is the normalised `config.json` of the model about to be served, where it is
-        known: a program built for another one is refused. `config` names the serve config's file in
-        messages."""
+        """`architecture` and `draft_architecture` are the normalised `config.json` of the models about to
+        be served, where they are known: a program built for another one is refused. `config` names the
+        serve config's file in messages."""
         self.manifest = manifest
         self.counters = Counters()
         self._store = store
         self._toolchain = toolchain
-        self._architecture = architecture
+        self._architectures = {"model": architecture, "draft_model": draft_architecture}
         self._config = config
         self._units = {unit.shape: unit for unit in manifest.units}
         self._loaded: dict[Shape, Executable] = {}
@@ -77,6 +78,7 @@ class Loader:
             store,
             load_toolchain(config.toolchain.name),
             architecture=config.model.architecture,
+            draft_architecture=config.draft_model.architecture if config.draft_model else None,
             config=config.source,
         )
 
@@ -124,17 +126,18 @@ class Loader:
         return missing_unit(shape.bucket_name, key, self._store.url, self._config)
 
     def _check_model(self, shape: Shape, entry: Entry) -> None:
-        built_for = entry.recipe["model"]
-        if self._architecture is None or built_for == self._architecture:
-            return
-        names = sorted(
-            name
-            for name in {*built_for, *self._architecture}
-            if built_for.get(name) != self._architecture.get(name)
-        )
-        raise ToolchainRefusal(
-            f"unit {shape.bucket_name} was compiled for another model; its config.json differs in "
-            f"{', '.join(names)}",
-            field="serve.model",
-            hint="serve the model the manifest was compiled for, or compile for this one",
-        )
+        for ingredient, serving in self._architectures.items():
+            built_for = entry.recipe[ingredient]
+            # Only a draft's own programs are built for a draft.
+            if serving is None or built_for is None or built_for == serving:
+                continue
+            names = sorted(
+                name for name in {*built_for, *serving} if built_for.get(name) != serving.get(name)
+            )
+            draft = ingredient == "draft_model"
+            raise ToolchainRefusal(
+                f"unit {shape.bucket_name} was compiled for another {'draft' if draft else 'model'}; its "
+                f"config.json differs in {', '.join(names)}",
+                field="serve.speculative_config.model" if draft else "serve.model",
+                hint="serve the model the manifest was compiled for, or compile for this one",
+            )

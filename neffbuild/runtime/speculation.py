@@ -46,8 +46,7 @@ class Request:
 class DecodeStep:
     """What a step did: per row, in the order of the requests, how many of its drafts were `verified`
     (placeholders are not its own), how many of these `accepted`, and whether the draft `proposed` for its
-    next step. Seconds are of a whole part, the program and what is done around it; 0 where there was no
-    draft step."""
+    next step. Seconds are what the target's and the draft's part took, 0 where the draft had none."""
 
     shapes: StepShapes
     verified: list[int]
@@ -84,32 +83,37 @@ class GreedyDecoder:
         None may be finished. Raises as `Dispatcher.run` and `Dispatcher.propose` do.
         """
         rows = [self._row(request) for request in requests]
-        block_table = torch.stack([request.block_table for request in requests])
-        began = time.perf_counter()
-        result = self._dispatcher.run(
-            DecodeBatch(
-                rows,
-                torch.tensor([request.tokens[-1] for request in requests]),
-                block_table,
-                self._draft_token_ids(requests),
-                self._policy,
-                force_without_spec,
-            )
+        batch = DecodeBatch(
+            rows,
+            torch.tensor([request.tokens[-1] for request in requests]),
+            torch.stack([request.block_table for request in requests]),
+            self._draft_token_ids(requests),
+            self._policy,
+            force_without_spec,
         )
-        verified, accepted = self._accept(requests, result)
-        target_seconds = time.perf_counter() - began
-        budgets = [self._budget(*counts) for counts in zip(verified, accepted, strict=True)]
         began = time.perf_counter()
+        result = self._dispatcher.run(batch)
+        target_seconds = time.perf_counter() - began
+        verified, accepted = self._accept(requests, result)
         proposed = [
             proposes(self._bucketer, row, result.shapes) and not self.finished(request)
             for request, row in zip(requests, rows, strict=True)
         ]
-        added = [1 + kept if wanted else 0 for wanted, kept in zip(proposed, accepted, strict=True)]
-        for request, drafts, budget in zip(
-            requests, self._drafts(requests, rows, added, result, block_table), budgets, strict=True
-        ):
-            request.drafts = drafts[:budget]
-        draft_seconds = time.perf_counter() - began if result.shapes.draft else 0.0
+        for request in requests:
+            request.drafts = []
+        draft_seconds = 0.0
+        if result.shapes.draft is not None:
+            added = [
+                1 + kept if wanted else 0 for wanted, kept in zip(proposed, accepted, strict=True)
+            ]
+            draft_batch = _draft_batch(requests, batch, added, result)
+            began = time.perf_counter()
+            drafts = self._dispatcher.propose(result.shapes.draft, draft_batch)
+            draft_seconds = time.perf_counter() - began
+            for row, proposal in enumerate(drafts.tolist()):
+                if proposed[row]:
+                    budget = self._budget(verified[row], accepted[row])
+                    requests[row].drafts = proposal[:budget]
         return DecodeStep(
             result.shapes, verified, accepted, proposed, target_seconds, draft_seconds
         )
@@ -160,30 +164,21 @@ class GreedyDecoder:
             accepted.append(kept)
         return verified, accepted
 
-    def _drafts(
-        self,
-        requests: Sequence[Request],
-        rows: Sequence[Row],
-        added: Sequence[int],
-        result: StepResult,
-        block_table: Tensor,
-    ) -> list[list[int]]:
-        """What the draft proposes to each row after the tokens `added` to it; nothing where none were.
-        `rows` are as they were before the step."""
-        if result.shapes.draft is None:
-            return [[] for _ in requests]
-        # The draft sees each position together with the token after it.
-        ids = torch.zeros(len(requests), max(1, *added), dtype=torch.int32)
-        for index, (request, row, count) in enumerate(zip(requests, rows, added, strict=True)):
-            first = row.num_computed_tokens + 1
-            tokens = request.tokens[first : first + count]
-            ids[index, :count] = torch.tensor(tokens, dtype=torch.int32)
-        batch = DraftBatch(
-            torch.tensor([row.num_computed_tokens for row in rows]),
-            torch.tensor(added, dtype=torch.int32),
-            ids,
-            result.outputs["auxiliary_hidden_states"],
-            block_table,
-        )
-        proposals = self._dispatcher.propose(result.shapes.draft, batch).tolist()
-        return [drafts if count else [] for count, drafts in zip(added, proposals, strict=True)]
+
+def _draft_batch(
+    requests: Sequence[Request], batch: DecodeBatch, added: Sequence[int], result: StepResult
+) -> DraftBatch:
+    """The positions that a step `added` to each row, each with the token after it. `batch` and `result`
+    are of the step, the requests have their new tokens."""
+    starts = [row.num_computed_tokens for row in batch.rows]
+    ids = torch.zeros(len(requests), max(1, *added), dtype=torch.int32)
+    for row, (request, start, count) in enumerate(zip(requests, starts, added, strict=True)):
+        tokens = request.tokens[start + 1 : start + 1 + count]
+        ids[row, :count] = torch.tensor(tokens, dtype=torch.int32)
+    return DraftBatch(
+        torch.tensor(starts),
+        torch.tensor(added, dtype=torch.int32),
+        ids,
+        result.outputs["auxiliary_hidden_states"],
+        batch.block_table,
+    )

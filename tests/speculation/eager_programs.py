@@ -19,14 +19,12 @@ from neffbuild.models.decode import (
 
 
 class EagerLoader:
-    """Stands where `Loader` does; `loaded` are the shapes it was asked for."""
+    """Stands where `Loader` does."""
 
     def __init__(self, config: BuildConfig) -> None:
         self._config = config
-        self.loaded: set[DecodeShape] = set()
 
     def load(self, shape: DecodeShape) -> EagerExecutable:
-        self.loaded.add(shape)
         return EagerExecutable(self._config, shape)
 
 

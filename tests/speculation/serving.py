@@ -18,6 +18,7 @@ from neffbuild.grid.select import PostTransferPolicy
 from neffbuild.models.decode import allocate_kv_caches, named_kv_caches
 from neffbuild.models.llama import KVCache, LlamaDecoder
 from neffbuild.runtime.dispatcher import Dispatcher
+from neffbuild.runtime.loader import Loader
 from neffbuild.runtime.speculation import DecodeStep, GreedyDecoder, Request
 
 COLUMNS = MAX_MODEL_LEN // BLOCK_SIZE
@@ -172,15 +173,16 @@ class Serving:
         *,
         policy: PostTransferPolicy = PostTransferPolicy.WITHOUT_SPEC,
         support: QueryLenSupport = QueryLenSupport.VARLEN,
+        loader: Loader | None = None,
     ) -> None:
+        """Programs come from `loader`; without one they are computed uncompiled."""
         pair = make_pair()
         self.truth = truth(make_pair)
         self.bucketer = Bucketer.from_config(config, query_len_support=support)
         self.pool = Pool(pair)
-        self.loader = EagerLoader(config)
         self.dispatcher = Dispatcher(
             self.bucketer,
-            self.loader,
+            loader or EagerLoader(config),
             pair.tensors | named_kv_caches(self.pool.target),
             pair.draft_tensors | named_kv_caches(self.pool.draft),
         )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neffbuild.config.build import BuildConfig
+from neffbuild.config.build import BuildConfig, ToolchainConfig
 from neffbuild.config.model import ModelConfig
 from neffbuild.config.serve import AdditionalConfig, NeuronConfig, ServeConfig, SpeculativeConfig
 from neffbuild.grid.shapes import Family
@@ -29,7 +29,7 @@ TARGET: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
@@ -42,7 +42,7 @@ DRAFT = TARGET | {
     "num_hidden_layers": 1,
     "num_key_value_heads": 4,
     "draft_vocab_size": DRAFT_VOCABULARY,
-    "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+    "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
     "norm_before_residual": True,
 }
 
@@ -81,6 +81,7 @@ def build_config(
         ),
         model=ModelConfig("target", TARGET),
         draft_model=ModelConfig("draft", DRAFT) if spec_tokens else None,
+        toolchain=ToolchainConfig(target="x86-64-v3"),
     )
 
 

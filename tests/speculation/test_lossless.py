@@ -32,7 +32,7 @@ LENGTHS = st.one_of(
 def test_the_truth_is_worth_comparing_with():
     known = truth(random_pair)
     assert min(len(set(tokens)) for tokens in known.tokens) > 20
-    assert known.smallest_gap > 1e-3
+    assert known.smallest_gap > 1e-4
 
 
 @st.composite
@@ -125,7 +125,7 @@ def test_a_draft_that_knows_the_target_is_right_wherever_its_buckets_change(
 
 
 @pytest.mark.parametrize("support", QueryLenSupport)
-@pytest.mark.parametrize("spec_tokens", [2, 3, 5])
+@pytest.mark.parametrize("spec_tokens", [2, 5])
 @pytest.mark.parametrize(
     ("make_pair", "kind"),
     [
