@@ -306,3 +306,18 @@ def test_the_architecture_is_read_without_torch():
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_bfloat16_stays_close_to_float32():
+    exact = random_draft(1)
+    rounded = Eagle3Draft(exact.eagle3, torch.bfloat16, 1)
+    rounded.load_state_dict(exact.state_dict())
+    tokens, states = list(range(30)), states_of(30, 2)
+    _, expected = proposals(exact, tokens, states)
+    batch = DraftBatch(rounded, rows=1, context_len=32)
+    batch.kv_caches = [(keys.bfloat16(), values.bfloat16()) for keys, values in batch.kv_caches]
+    inputs = batch.inputs([tokens], [0], 30)
+    with torch.inference_mode():
+        [drafts] = rounded(*inputs, states[None].bfloat16(), batch.kv_caches)
+    assert drafts.shape == (1, 1)
+    torch.testing.assert_close(batch.keys_of(0, 30).float(), expected, rtol=0.1, atol=0.15)
