@@ -192,9 +192,6 @@ def write_key_pair(pair: KeyPair, private: Path, public: Path) -> None:
 
     Raises `ConfigError` when one exists or cannot be written; nothing is written then.
     """
-    for path in (private, public):
-        if os.path.lexists(path):
-            raise _unwritten(path, "it exists, and keys are never overwritten")
     _write_new(private, pair.private_pem, 0o600)
     try:
         _write_new(public, pair.public_pem, 0o644)
@@ -306,19 +303,15 @@ def _write_new(path: Path, data: bytes, mode: int) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-    except FileExistsError as error:
-        raise _unwritten(path, "it exists, and keys are never overwritten") from error
     except OSError as error:
-        raise _unwritten(path, error.strerror or str(error)) from error
-
-
-def _unwritten(path: Path, why: str) -> ConfigError:
-    return ConfigError(
-        f"cannot write the key {path}: {why}",
-        field="--out",
-        value=str(path),
-        hint="choose another --out",
-    )
+        exists = isinstance(error, FileExistsError)
+        why = "it exists, and keys are never overwritten" if exists else error.strerror
+        raise ConfigError(
+            f"cannot write the key {path}: {why}",
+            field="--out",
+            value=str(path),
+            hint="choose another --out",
+        ) from error
 
 
 def _some(keyids: Iterable[str]) -> str:
