@@ -11,10 +11,10 @@ PIP_FLAGS := --quiet --disable-pip-version-check
 .PHONY: demo demo-eagle3 test test-slow lint bench clean
 
 demo: $(VENV)/.runtime
-	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo.sh
+	PATH="$(abspath $(BIN)):$$PATH" scripts/demo.sh
 
 demo-eagle3: $(VENV)/.runtime
-	PATH="$(CURDIR)/$(BIN):$$PATH" scripts/demo.sh configs/quickstart-eagle3.yaml
+	PATH="$(abspath $(BIN)):$$PATH" scripts/demo.sh configs/quickstart-eagle3.yaml
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m 'not slow'
