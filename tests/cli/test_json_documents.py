@@ -35,6 +35,7 @@ def documents(compiled: Project, tmp_path_factory: pytest.TempPathFactory) -> di
         ["keygen", "--out", f"{remote}-key"],
         ["promote", remote, "--from", "default:t", "--to", "default:stable"],
         ["diff", remote, "--from", "default:t", "--to", "default:stable"],
+        ["gc", remote],
         ["explain", "config.yaml", "decode_b1_ctx1024"],
         ["explain", "config.yaml", "decode_b1_ctx1024", "decode_b2_ctx1024"],
         ["explain", "config.yaml", "decode_b1_ctx1024", "config.yaml"],
