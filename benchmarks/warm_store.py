@@ -39,5 +39,5 @@ def measured_in_a_fresh_process(
         env=os.environ if environment is None else environment,
     )
     if done.returncode:
-        raise SystemExit(done.stderr)
+        raise SystemExit(f"a measured process ended with status {done.returncode}:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])

@@ -187,6 +187,15 @@ class DirectoryStore:
             with contextlib.suppress(OSError):
                 folder.rmdir()  # only succeeds where nothing had to be moved
 
+    def effective(self) -> dict[str, str | bool | float | None]:
+        there = next(folder for folder in (self.root, *self.root.parents) if folder.exists())
+        return {
+            "path": str(self.root),
+            "exists": self.root.exists(),
+            "writable": there.is_dir() and os.access(there, os.W_OK | os.X_OK),
+            "file_system": files.file_system(there),
+        }
+
     def list_blobs(self) -> Iterator[Listed]:
         with files.refusals("list", self._blobs):
             for folder in _scan(Path(self._blobs)):

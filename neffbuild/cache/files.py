@@ -56,6 +56,20 @@ def says_unwritable(error: StoreError) -> bool:
     return isinstance(cause, OSError) and cause.errno in _NO_WRITES
 
 
+def file_system(path: Path) -> str | None:
+    """The kind of file system that a path is on (`ext4`, `nfs4`, `lustre`), where the kernel tells."""
+    try:
+        mounts = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace")
+        real = path.resolve()
+    except OSError:
+        return None
+    kinds: dict[str, str] = {}
+    for line in mounts.splitlines():
+        _, place, kind, *_ = line.split(" ")
+        kinds[place.replace("\\040", " ")] = kind  # of several on one place the last is on top
+    return next((kinds[str(one)] for one in (real, *real.parents) if str(one) in kinds), None)
+
+
 def make_folder(path: Path) -> None:
     """Create a folder and those above it, so that they survive a power failure. Respects the umask."""
     if path.is_dir():

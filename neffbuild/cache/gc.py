@@ -19,7 +19,7 @@ from neffbuild.cache.gc_rules import Decision, Held, HeldIndex, Inventory, Polic
 from neffbuild.cache.index import Index
 from neffbuild.cache.lease import Claims, Lease, collecting, read_claims
 from neffbuild.cache.manifest import Manifest
-from neffbuild.cache.store import Collectable, Document, Listed
+from neffbuild.cache.store import Document, Listed, ManagedStore
 from neffbuild.cache.tag import TagRef, TagStatement
 from neffbuild.config.errors import ConfigError, IntegrityError, StoreError
 
@@ -35,7 +35,7 @@ class Collected:
     deleted: bool
 
 
-def collect(store: Collectable, policy: Policy, *, delete: bool) -> Collected:
+def collect(store: ManagedStore, policy: Policy, *, delete: bool) -> Collected:
     """Decide what of a store is of no use under a policy; with `delete`, remove it.
 
     Raises `IntegrityError` when what a tag leads to cannot be read (then nothing can be told to be of no
@@ -50,7 +50,7 @@ def collect(store: Collectable, policy: Policy, *, delete: bool) -> Collected:
     return Collected(decision, True)
 
 
-def read_inventory(store: Collectable, claims: Claims, policy: Policy) -> Inventory:
+def read_inventory(store: ManagedStore, claims: Claims, policy: Policy) -> Inventory:
     """What a store holds. Raises as `collect` does."""
     tags = _tags(store)
     for tag in sorted(policy.keep_tags or ()):
@@ -105,7 +105,7 @@ def read_inventory(store: Collectable, claims: Claims, policy: Policy) -> Invent
     )
 
 
-def _tags(store: Collectable) -> dict[str, str]:
+def _tags(store: ManagedStore) -> dict[str, str]:
     tags = {}
     for listed in store.list("tags/"):
         document = store.read(listed.name)
@@ -126,7 +126,7 @@ def _tags(store: Collectable) -> dict[str, str]:
     return tags
 
 
-def _indexes(store: Collectable, rooted: dict[str, str]) -> dict[str, HeldIndex]:
+def _indexes(store: ManagedStore, rooted: dict[str, str]) -> dict[str, HeldIndex]:
     listed = {entry_key(one.name): one for one in store.list("indexes/")}
     indexes = {}
     for name, document in store.read_many([index_name(digest) for digest in _digests(listed)]):
@@ -145,7 +145,7 @@ def _indexes(store: Collectable, rooted: dict[str, str]) -> dict[str, HeldIndex]
 
 
 def _manifests(
-    store: Collectable, tagged: dict[str, str], used: dict[str, float]
+    store: ManagedStore, tagged: dict[str, str], used: dict[str, float]
 ) -> dict[str, Held]:
     listed = {entry_key(one.name): one for one in store.list("manifests/")}
     manifests = {}
@@ -164,7 +164,7 @@ def _manifests(
     return manifests
 
 
-def _require(store: Collectable, wanted: dict[str, str], found: Iterable[str], what: str) -> None:
+def _require(store: ManagedStore, wanted: dict[str, str], found: Iterable[str], what: str) -> None:
     for digest in sorted(wanted.keys() - set(found)):
         raise IntegrityError(
             f"{what} {digest}, which tag {wanted[digest]} of {store.url} leads to, is damaged or gone",
@@ -179,7 +179,7 @@ def _addressed(name: str, document: Document) -> bytes:
     return document.data
 
 
-def _entries(store: Collectable, used: dict[str, float]) -> dict[str, Held]:
+def _entries(store: ManagedStore, used: dict[str, float]) -> dict[str, Held]:
     listed = {entry_key(one.name): one for one in store.list("entries/")}
     entries = {}
     for name, document in store.read_many([entry_name(key) for key in _digests(listed)]):
@@ -193,7 +193,7 @@ def _entries(store: Collectable, used: dict[str, float]) -> dict[str, Held]:
     return entries
 
 
-def _pointers(store: Collectable) -> dict[Listed, str]:
+def _pointers(store: ManagedStore) -> dict[Listed, str]:
     """The pointers of configs that can be read, and the manifests they lead to."""
     listed = {one.name: one for one in store.list("configs/")}
     pointers = {}
@@ -207,7 +207,7 @@ def _pointers(store: Collectable) -> dict[Listed, str]:
     return pointers
 
 
-def _last_runs(store: Collectable, runs: Sequence[Listed]) -> dict[str, float]:
+def _last_runs(store: ManagedStore, runs: Sequence[Listed]) -> dict[str, float]:
     """key → when it was last part of a run."""
     when = {one.name: one.modified for one in runs}
     last: dict[str, float] = {}
@@ -230,7 +230,7 @@ def _leased(claims: Claims, folder: str) -> frozenset[str]:
     return frozenset(entry_key(name) for name in claims.documents if name.startswith(folder))
 
 
-def _carry_out(store: Collectable, decision: Decision, lease: Lease) -> None:
+def _carry_out(store: ManagedStore, decision: Decision, lease: Lease) -> None:
     documents = [_document(one) for one in decision.removals if one.kind != "blob"]
     blobs = [one.name for one in decision.removals if one.kind == "blob"]
     for start in range(0, len(documents), _BATCH):

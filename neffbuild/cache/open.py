@@ -7,11 +7,11 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from neffbuild.cache.directory import DirectoryStore
-from neffbuild.cache.store import Collectable
+from neffbuild.cache.store import ManagedStore
 from neffbuild.config.errors import ConfigError, MissingExtra
 
 
-def open_store(url: str) -> Collectable:
+def open_store(url: str) -> ManagedStore:
     """The store at a path, `file:///path` or `s3://bucket/prefix`. Touches nothing yet.
 
     Raises `ConfigError` for anything else, `MissingExtra` where S3 needs what is not installed.
@@ -39,7 +39,7 @@ def open_store(url: str) -> Collectable:
     return DirectoryStore(_path(unquote(parts.path), url))
 
 
-def _s3_store(url: str) -> Collectable:
+def _s3_store(url: str) -> ManagedStore:
     for module in ("boto3", "zstandard"):
         if find_spec(module) is None:
             raise MissingExtra(

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from neffbuild.cache.attestation import write_attestation
+from neffbuild.cache.catalog import entry_name, manifest_name, write_manifest
 from neffbuild.cache.directory import DirectoryStore
+from neffbuild.cache.lease import leased
 from neffbuild.cache.records import seen_sequence
 from neffbuild.cache.release import Release, read_release, remember_sequence
 from neffbuild.cache.store import Store
@@ -57,26 +59,33 @@ def promote(
     if not allow_partial:
         _refuse_partial(release)
     sizes = release.blobs
-    missing = sizes.keys() - remote.present_blobs(sizes)
-    if missing:
-        raise IntegrityError(
-            f"{len(missing)} of the {len(sizes)} blobs of {source} are not in {remote.url}, "
-            f"{min(missing)} among them",
-            value=str(source),
-            hint="push it again from where it was built",
-        )
-    if sign is not None:
+    documents = [
+        name
+        for digest, manifest in release.manifests.items()
+        for name in (manifest_name(digest), *map(entry_name, manifest.entries))
+    ]
+    with leased(remote, documents=documents, blobs=sizes):
+        missing = sizes.keys() - remote.present_blobs(sizes)
+        if missing:
+            raise IntegrityError(
+                f"{len(missing)} of the {len(sizes)} blobs of {source} are not in {remote.url}, "
+                f"{min(missing)} among them",
+                value=str(source),
+                hint="push it again from where it was built",
+            )
         for digest, manifest in release.manifests.items():
-            write_attestation(remote, digest, manifest, sign)
-    statement, previous = replace_tag(
-        remote,
-        target,
-        release.index,
-        trust,
-        last_seen=seen_sequence(local, remote.url, target.name, target.tag),
-        sign=sign,
-        expires=expires,
-    )
+            write_manifest(remote, manifest)  # should it have been collected since it was read
+            if sign is not None:
+                write_attestation(remote, digest, manifest, sign)
+        statement, previous = replace_tag(
+            remote,
+            target,
+            release.index,
+            trust,
+            last_seen=seen_sequence(local, remote.url, target.name, target.tag),
+            sign=sign,
+            expires=expires,
+        )
     remember_sequence(local, remote, statement)
     return Promoted(release, statement, previous)
 

@@ -127,8 +127,12 @@ class Store(Protocol):
         ...
 
 
-class Collectable(Store, Protocol):
-    """A store that can be collected. Removing what is gone already is no error."""
+class ManagedStore(Store, Protocol):
+    """A store as whoever looks after it needs it. Removing what is gone already is no error."""
+
+    def effective(self) -> Mapping[str, str | bool | float | None]:
+        """The settings in force, for a person; never a secret. Raises `StoreError`."""
+        ...
 
     def list_blobs(self) -> Iterator[Listed]:
         """Every blob: `name` is the digest, `size` that of what is stored (compressed, on S3)."""

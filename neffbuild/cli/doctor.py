@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,12 +20,21 @@ if TYPE_CHECKING:
 
 
 @click.command(name="doctor")
+@click.argument("config_file", metavar="[CONFIG]", required=False, type=click.Path(path_type=Path))
+@click.option(
+    "--remote", "urls", multiple=True, metavar="URL", help="A store to look at; repeatable."
+)
 @options.json_option
-def command(as_json: bool) -> int:
-    """What is installed, which toolchains can run here and why not."""
+def command(config_file: Path | None, urls: tuple[str, ...], as_json: bool) -> int:
+    """What is installed, which toolchains can run here and why not.
+
+    With a CONFIG, or --remote, also with which settings its remote stores are reached and whether they
+    answer.
+    """
     from neffbuild.toolchain.registry import toolchain_names
 
     host = _host_findings()
+    remotes = [_remote(url, mode) for url, mode in _urls(config_file, urls)]
     toolchains = {name: _toolchain_findings(name) for name in toolchain_names()}
     if as_json:
         output.print_json(
@@ -41,6 +51,7 @@ def command(as_json: bool) -> int:
                     }
                     for name, findings in toolchains.items()
                 ],
+                "remotes": remotes,
             }
         )
         return 0
@@ -48,7 +59,45 @@ def command(as_json: bool) -> int:
     for name, findings in toolchains.items():
         state = "ready" if _ready(findings) else "not ready"
         output.write("\n".join([f"\ntoolchain {name}: {state}", *_lines(findings)]))
+    for remote in remotes:
+        output.write(_remote_text(remote))
     return 0
+
+
+def _urls(config_file: Path | None, urls: tuple[str, ...]) -> list[tuple[str, str]]:
+    """(URL, mode) of the stores to look at."""
+    from neffbuild.config.load import load_config
+
+    remotes = load_config(config_file).cache.remotes if config_file else ()
+    return [*((one.url, one.mode) for one in remotes), *((url, "rw") for url in urls)]
+
+
+def _remote(url: str, mode: str) -> dict[str, Any]:
+    """The settings in force for a store, and whether it answers: one listing, nothing is written."""
+    from neffbuild.cache.open import open_store
+    from neffbuild.config.errors import NeffbuildError
+
+    found: dict[str, Any] = {"url": url, "mode": mode, "ok": True, "settings": {}}
+    found |= {"tags": [], "detail": None, "hint": None}
+    try:
+        store = open_store(url)
+        found["settings"] = dict(store.effective())
+        names = (listed.name.removeprefix("tags/") for listed in store.list("tags/"))
+        found["tags"] = sorted(name.removesuffix(".json").replace("/", ":") for name in names)
+    except NeffbuildError as error:
+        found |= {"ok": False, "detail": error.message, "hint": error.hint}
+    return found
+
+
+def _remote_text(remote: Mapping[str, Any]) -> str:
+    lines = [f"\nremote {remote['url']} ({remote['mode']}): {'ok' if remote['ok'] else 'NOT ok'}"]
+    lines += [f"  {name}: {value}" for name, value in remote["settings"].items()]
+    if remote["ok"]:
+        lines.append(f"  tags: {', '.join(remote['tags'][:20]) or 'none'}")
+    else:
+        lines.append(f"  {remote['detail']}")
+        lines += [f"  {remote['hint']}"] if remote["hint"] else []
+    return "\n".join(lines)
 
 
 def _host_findings() -> list[Finding]:

@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
+import logging
+import random
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from neffbuild.cli import options, output, trust
 from neffbuild.config.errors import ConfigError
 
+if TYPE_CHECKING:
+    from neffbuild.cache.index import HostFit
+
+_log = logging.getLogger(__name__)
+
 
 @click.command(name="pull")
 @click.argument("url")
 @click.option("--tag", metavar="NAME:TAG", help="What to pull, by name.")
 @click.option("--digest", metavar="D", help="What to pull, by digest of an index or manifest.")
+@click.option(
+    "--platform",
+    "wanted",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Of several platforms the one where target, route, toolchain or a tool's version is VALUE; "
+    "repeatable (default: what suits this host).",
+)
+@click.option("--allow-partial", is_flag=True, help="Pull even if units of the plan are missing.")
+@click.option(
+    "--jitter",
+    metavar="DURATION",
+    help="Start after a random part of this time, so that a fleet does not start at once.",
+)
+@click.option(
+    "--ready-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File to write last, once everything is there and verified; removed at the start.",
+)
 @trust.reading_options()
 @trust.min_sequence_option
 @options.cache_option
@@ -22,6 +51,10 @@ def command(
     url: str,
     tag: str | None,
     digest: str | None,
+    wanted: tuple[str, ...],
+    allow_partial: bool,
+    jitter: str | None,
+    ready_file: Path | None,
     config_file: Path | None,
     keys: tuple[str, ...],
     require_signature: bool,
@@ -33,7 +66,11 @@ def command(
 
     All of it is verified, and none of it is visible locally before all of it is there. With --config
     or --key, so are the signatures: of the tag, and of the manifest's provenance.
+
+    Where a tag has several platforms, the one is taken that suits this host and, with --config, what
+    the config asks for. What is here already is not fetched again: a pull that was interrupted goes on.
     """
+    from neffbuild.cache import ready
     from neffbuild.cache.directory import DirectoryStore
     from neffbuild.cache.open import open_store
     from neffbuild.cache.transfer import pull
@@ -44,31 +81,81 @@ def command(
     if (tag is None) == (digest is None):
         raise ConfigError("give either --tag NAME:TAG or --digest D", field="--tag")
     settings = trust.cache_settings(config_file, cache, keys, require_signature, min_sequence)
+    fit = _named(wanted) if wanted else _suited(config_file)
+    if ready_file is not None:
+        ready.withdraw(ready_file)
+    if jitter is not None:
+        _wait(jitter)
     with progress_line("pull") as progress:
         pulled = pull(
             open_store(url),
             DirectoryStore(cache_directory(settings)),
             trust.tag_ref(tag, config_file, settings) if tag else str(digest),
-            platform=None,
+            fit=fit,
             trust=trust.trust_of(settings),
+            allow_partial=allow_partial,
             progress=progress,
         )
     units = len(pulled.manifest.entries)
+    document = {
+        "schema": "neffbuild.pull/1",
+        "url": url,
+        "manifest": pulled.digest,
+        "sequence": pulled.statement.sequence if pulled.statement else None,
+        "platform": pulled.manifest.platform,
+        "units": units,
+        "missing": len(pulled.manifest.missing),
+        "blobs_copied": pulled.blobs_copied,
+        "bytes_copied": pulled.bytes_copied,
+    }
+    if ready_file is not None:
+        ready.announce(ready_file, document)
     if as_json:
-        output.print_json(
-            {
-                "schema": "neffbuild.pull/1",
-                "url": url,
-                "manifest": pulled.digest,
-                "sequence": pulled.statement.sequence if pulled.statement else None,
-                "units": units,
-                "blobs_copied": pulled.blobs_copied,
-                "bytes_copied": pulled.bytes_copied,
-            }
-        )
+        output.print_json(document)
     else:
         output.write(
             f"pulled {units} units from {url} "
             f"({pulled.blobs_copied} blobs, {size(pulled.bytes_copied)} copied)"
         )
+        if pulled.manifest.missing:
+            output.write(f"{len(pulled.manifest.missing)} more units of the plan are missing there")
     return 0
+
+
+def _suited(config_file: Path | None) -> HostFit:
+    from neffbuild.config.load import load_config
+    from neffbuild.toolchain.hosts import host_fit
+
+    return host_fit(load_config(config_file) if config_file else None)
+
+
+def _named(wanted: tuple[str, ...]) -> HostFit:
+    """The platform that is named, whether or not this host can run it."""
+    from neffbuild.cache.index import Fit
+
+    pairs = [one.partition("=") for one in wanted]
+    for (name, equals, value), one in zip(pairs, wanted, strict=True):
+        if not (name and equals and value):
+            raise ConfigError(
+                f"--platform {one!r} is not NAME=VALUE",
+                field="--platform",
+                value=one,
+                hint="for example --platform target=x86-64-v3",
+            )
+
+    def fit(platform: Mapping[str, Any]) -> Fit:
+        stated = {**platform.get("versions", {}), **platform}
+        for name, _, value in pairs:
+            if stated.get(name) != value:
+                return Fit(f"its {name} is {stated.get(name)}")
+        return Fit(None)
+
+    return fit
+
+
+def _wait(jitter: str) -> None:
+    from neffbuild.config.duration import parse_duration
+
+    seconds = random.uniform(0, parse_duration(jitter, field="--jitter").total_seconds())
+    _log.info("waiting before the pull", extra={"fields": {"seconds": round(seconds, 1)}})
+    time.sleep(seconds)

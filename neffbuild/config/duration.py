@@ -18,8 +18,8 @@ def parse_duration(text: str, *, field: str) -> timedelta:
     Raises `ConfigError` naming `field`.
     """
     parts = _DURATION.fullmatch(text)
-    duration = timedelta(seconds=int(parts[1]) * _UNITS[parts[2]]) if parts else timedelta(0)
-    if not timedelta(0) < duration <= _LONGEST:
+    seconds = int(parts[1]) * _UNITS[parts[2]] if parts else 0
+    if not 0 < seconds <= _LONGEST.total_seconds():
         raise ConfigError(
             f"{text!r} is not a duration; allowed: a whole number and one of s, m, h, d, w, "
             f"up to {_LONGEST.days}d",
@@ -27,4 +27,4 @@ def parse_duration(text: str, *, field: str) -> timedelta:
             value=text,
             hint="for thirty days write 30d",
         )
-    return duration
+    return timedelta(seconds=seconds)

@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
+from neffbuild.cache.index import Fit
 from neffbuild.cache.recipe import ToolchainIdentity
 from neffbuild.config.build import BuildConfig
 from neffbuild.grid.bucketer import QueryLenSupport
@@ -138,6 +139,12 @@ class Toolchain(Protocol):
     def host_refusal(self, config: BuildConfig) -> str | None:
         """Why this host cannot compile the config's units (a compiler missing, a version other than
         the one pinned); None when it can. `compile` refuses for the same reasons."""
+        ...
+
+    def fit(self, platform: Mapping[str, Any]) -> Fit:
+        """How this host suits a platform of this toolchain's artifacts (`ToolchainIdentity.platform`):
+        why it cannot load them, by what can be seen here, and which of several it should. Imports
+        nothing heavy."""
         ...
 
     def findings(self) -> list[Finding]:

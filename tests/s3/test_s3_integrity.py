@@ -79,6 +79,14 @@ def test_damaged_blob_is_told_by_its_kind_and_never_delivered(
     assert not (tmp_path / "copy").exists()
 
 
+def test_what_follows_a_frame_counts_wherever_the_frame_ends(seaweed_bucket: Bucket) -> None:
+    content = bytes(1 << 20)
+    digest = digest_bytes(content)
+    key = KEY.replace(DIGEST[:2], digest[:2], 1).replace(DIGEST, digest)
+    seaweed_bucket.plant(zstandard.compress(content) + zstandard.compress(b"more"), key)
+    assert seaweed_bucket.store.check_blob(digest, len(content)) is ProblemKind.BAD_SIZE
+
+
 def test_another_compressors_frame_of_the_same_bytes_is_whole(seaweed_bucket: Bucket) -> None:
     for data in (frame(CONTENT), zstandard.compress(CONTENT, level=19)):
         seaweed_bucket.plant(data)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from fault_proxy import FaultProxy, fault_proxy
+from fault_proxy import FaultProxy, fault_proxy, ignore, refuse
 from s3_servers import S3Server
 
 from neffbuild.cache.canonical import digest_bytes
@@ -214,6 +214,26 @@ class TestBlobs:
         assert [one.name for one in store.list("")] == ["runs/changed.json"]
         sizes = {DIGEST: len(CONTENT), digest_bytes(b"other"): 5}
         assert store.present_blobs(sizes) == {DIGEST}
+
+
+def test_changed_document_is_not_removed_where_deletion_does_not_compare(
+    proxy: FaultProxy, new_bucket: NewBucket
+) -> None:
+    proxy.misbehave(ignore("if-match"), lambda request: request.method == "DELETE")
+    store = open_s3(proxy.server, new_bucket(proxy.upstream))
+    store.create("runs/a.json", b"1")
+    old = store.read("runs/a.json").version  # type: ignore[union-attr]
+    store.replace("runs/a.json", b"2", old)
+    store.quarantine("key", {"runs/a.json": old}, {})
+    current = store.read("runs/a.json")
+    assert current is not None
+    proxy.behave()
+    proxy.misbehave(
+        refuse(501, "NotImplemented"),
+        lambda request: request.method == "DELETE" and "if-match" in request.headers,
+    )
+    store.quarantine("key", {"runs/a.json": current.version}, {})
+    assert store.read("runs/a.json") is None
 
 
 def test_a_stored_blob_is_not_sent_again(

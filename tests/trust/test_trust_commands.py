@@ -133,11 +133,11 @@ class TestPushAndPull:
 
     def test_paths_of_keys_are_relative_to_the_config(self, project: Project) -> None:
         push(project)
-        elsewhere = project.root / "home"
-        ran = project.run(
-            "pull", "../remote", "--tag", "prod", "--config", "../consumer.yaml", cwd=elsewhere
-        )
-        assert ran.status == 0, ran
+        section = {"name": "llama", "local": "served", "keys": ["../release.pub"]}
+        project.write("home/consumer.yaml", model="../model", sections={"cache": section})
+        words = ["pull", "remote", "--tag", "prod", "--config", "home/consumer.yaml"]
+        assert project.call(*words).status == 0
+        assert (project.root / "home/served/v1").is_dir()
 
     def test_a_lowest_sequence(self, project: Project) -> None:
         push(project)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from neffbuild.cache.index import Fit
 from neffbuild.cache.recipe import ToolchainIdentity
 from neffbuild.config.build import BuildConfig
 from neffbuild.config.errors import ToolchainRefusal
@@ -17,6 +18,7 @@ from neffbuild.grid.shapes import DecodeShape, Shape
 from neffbuild.toolchain.base import Artifact, Capabilities, Captured, Finding, KVGroup, Unit
 from neffbuild.toolchain.inductor.cpu_level import cpu_level
 from neffbuild.toolchain.inductor.findings import inductor_findings
+from neffbuild.toolchain.inductor.fit import host_fit
 from neffbuild.toolchain.inductor.identity import NAME, inductor_identity
 from neffbuild.toolchain.inductor.refusal import config_refusal, host_refusal, shape_refusal
 
@@ -41,6 +43,9 @@ class InductorToolchain:
 
     def host_refusal(self, config: BuildConfig) -> str | None:
         return host_refusal(config)
+
+    def fit(self, platform: Mapping[str, Any]) -> Fit:
+        return host_fit(platform)
 
     def findings(self) -> list[Finding]:
         return inductor_findings()

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from neffbuild.cache.canonical import digest_bytes, digest_document
+from neffbuild.cache.index import Fit
 from neffbuild.cache.recipe import ToolchainIdentity
 from neffbuild.config.build import BuildConfig
 from neffbuild.config.errors import ToolchainRefusal
@@ -50,7 +51,7 @@ class HostileToolchain:
         return ToolchainIdentity(
             name=self.name,
             route="native",
-            target="any",
+            target=config.toolchain.target or "any",
             engine="none",
             versions={"hostile": "1.0"},
             flags=config.toolchain.flags,
@@ -63,6 +64,11 @@ class HostileToolchain:
 
     def host_refusal(self, config: BuildConfig) -> str | None:
         return None
+
+    def fit(self, platform: Mapping[str, Any]) -> Fit:
+        """`$HOSTILE_RUNS`, where it is set, is the only target that runs here."""
+        only = os.environ.get("HOSTILE_RUNS")
+        return Fit(None if only in (None, platform["target"]) else f"this host runs {only}")
 
     def findings(self) -> list[Finding]:
         return []

@@ -1,0 +1,34 @@
+"""The ready file: a file whose presence says that everything a pull was for is there and whole.
+
+For whatever starts a server once its artifacts are there: a readiness probe, a wait loop, an init
+container. It is removed first and written last, so it never speaks of an earlier pull.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from neffbuild.cache import files
+
+
+def withdraw(path: Path) -> None:
+    """Remove a ready file. Raises `StoreError` when it cannot be removed."""
+    with files.refusals("remove", path):
+        path.unlink(missing_ok=True)
+
+
+def announce(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a ready file: there at once and whole. Raises `StoreError` when it cannot be written."""
+    text = json.dumps(document, indent=2) + "\n"
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
+    with files.refusals("write", path):
+        try:
+            files.write_synced(temporary, text.encode())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        files.sync_folder(path.parent)
