@@ -114,7 +114,9 @@ class TestOneFailure:
         assert "--allow-partial" in ran.error["hint"]
         push = ["push", "config.yaml", "--to", remote, "--tag", "t", "--allow-partial"]
         assert "pushed 5 of 6 units" in failed.run(*push).out
-        pulled = failed.run("pull", remote, "--tag", "default:t", "--cache", "other", "--json")
+        pull = ["pull", remote, "--tag", "default:t", "--cache", "other", "--json"]
+        assert failed.run(*pull).status == 1
+        pulled = failed.run(*pull, "--allow-partial")
         assert pulled.document["units"] == 5
 
     def test_is_tried_again(self, failed: Project) -> None:
