@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 import runtime_samples as samples
 
-from neffbuild.config.errors import MissingUnit, ToolchainRefusal
+from neffbuild.config.errors import MissingUnit
 from neffbuild.runtime.replay import execute_replay
 
 SCHEMA = json.loads(
@@ -74,13 +74,3 @@ def test_replay_of_an_uncompiled_config_is_refused(served, tmp_path):
     other = samples.served(samples.write_config(tmp_path / "other"))
     with pytest.raises(MissingUnit, match="no manifest"):
         execute_replay(other.config, other.store, 1)
-
-
-def test_replay_does_not_execute_speculation(served):
-    config = served.config
-    draft = {"method": "eagle3", "model": "draft", "num_speculative_tokens": 2}
-    serve = type(config.serve).model_validate(
-        config.serve.model_dump() | {"speculative_config": draft}
-    )
-    with pytest.raises(ToolchainRefusal, match="without speculation"):
-        execute_replay(type(config)(config.source, serve, config.model), served.store, 1)
