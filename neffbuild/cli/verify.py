@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,7 +16,7 @@ from neffbuild.config.errors import ConfigError, IntegrityError, StoreError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from neffbuild.cache.directory import DirectoryStore
+    from neffbuild.cache.store import Store
     from neffbuild.cache.tag import TagRef
     from neffbuild.cache.verify import Verified
     from neffbuild.config.build import CacheConfig
@@ -29,6 +30,11 @@ _log = logging.getLogger(__name__)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="CONFIG | URL")
 @options.cache_option
 @click.option("--tag", metavar="NAME:TAG", help="Of a URL, only what this tag names.")
+@click.option(
+    "--repair",
+    is_flag=True,
+    help="Of a URL, set damaged files aside, so that the next push writes them anew.",
+)
 @trust.reading_options()
 @trust.min_sequence_option
 @options.json_option
@@ -36,6 +42,7 @@ def command(
     words: tuple[str, ...],
     cache: Path | None,
     tag: str | None,
+    repair: bool,
     config_file: Path | None,
     keys: tuple[str, ...],
     require_signature: bool,
@@ -45,11 +52,12 @@ def command(
     """Check every artifact's digest.
 
     With a CONFIG: that every state its decode steps can reach has a stored, undamaged unit in the local
-    cache. With a URL: the store's tags, indexes, manifests, entries and every file they name; with
-    --config or --key, signatures too.
+    cache; damaged ones are set aside for the next compile to build anew. With a URL: the store's tags,
+    indexes, manifests, entries and every file they name; with --config or --key, signatures too.
     """
     of_url = {
         "--tag": tag,
+        "--repair": repair,
         "--config": config_file,
         "--key": keys,
         "--require-signature": require_signature,
@@ -62,8 +70,13 @@ def command(
             )
         settings = trust.cache_settings(config_file, cache, keys, require_signature, min_sequence)
         ref = trust.tag_ref(tag, config_file, settings) if tag else None
-        document = _document(_verify_store(words, settings, ref), None, {})
+        store, verified = _verify_store(words, settings, ref)
+        document = _document(verified, None, {})
         remedy = "push again from where the artifacts were built"
+        if repair:
+            _take_out_of_service(store, verified)
+        elif verified.broken:
+            remedy = f"neffbuild verify {quote(words[0])} --repair, then {remedy}"
     elif misplaced := [name for name, value in of_url.items() if value not in (None, (), False)]:
         raise ConfigError(f"{misplaced[0]} goes with a URL, not with a config", field=misplaced[0])
     else:
@@ -80,7 +93,9 @@ def command(
     return 0 if document["ok"] else 1
 
 
-def _verify_store(words: tuple[str, ...], settings: CacheConfig, ref: TagRef | None) -> Verified:
+def _verify_store(
+    words: tuple[str, ...], settings: CacheConfig, ref: TagRef | None
+) -> tuple[Store, Verified]:
     from neffbuild.cache.directory import DirectoryStore
     from neffbuild.cache.open import open_store
     from neffbuild.cache.records import seen_sequence
@@ -101,8 +116,9 @@ def _verify_store(words: tuple[str, ...], settings: CacheConfig, ref: TagRef | N
 
     if ref is None:
         # The lowest sequence in a config is that of the tag it is served from, not of every tag.
-        return verify_store(store, replace(believed, min_sequence=0), last_seen=last_seen)
-    return verify_tag(store, ref, believed, last_seen=last_seen(ref))
+        everything = replace(believed, min_sequence=0)
+        return store, verify_store(store, everything, last_seen=last_seen)
+    return store, verify_tag(store, ref, believed, last_seen=last_seen(ref))
 
 
 def _verify_config(words: tuple[str, ...], cache: Path | None) -> dict[str, Any]:
@@ -122,7 +138,7 @@ def _verify_config(words: tuple[str, ...], cache: Path | None) -> dict[str, Any]
     return _document(verified, check_coverage(bucketer, good), names)
 
 
-def _take_out_of_service(store: DirectoryStore, verified: Verified) -> None:
+def _take_out_of_service(store: Store, verified: Verified) -> None:
     """A reader's test for a hit sees sizes only; a damaged artifact of the right size must be gone
     before the next compile looks."""
     from neffbuild.cache.verify import repair

@@ -42,15 +42,17 @@ def read_model_json(path: Path) -> dict[str, Any]:
 
 def _read_text(path: Path, what: str, max_bytes: int) -> str:
     try:
-        size = path.stat().st_size
         if path.is_dir():
             raise ConfigError(f"{path} is a directory, not {what}", value=str(path))
-        if size > max_bytes:
+        # Devices and pipes state no size and may never end.
+        with path.open("rb") as file:
+            content = file.read(max_bytes + 1)
+        if len(content) > max_bytes:
             raise ConfigError(
-                f"{path} has {size} bytes, too many for {what} (allowed: up to {max_bytes})",
+                f"{path} has more than {max_bytes} bytes, too many for {what}",
                 value=str(path),
             )
-        return path.read_bytes().decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(
             f"there is no file {path} ({what} was expected)", value=str(path)

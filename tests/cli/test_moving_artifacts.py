@@ -129,6 +129,39 @@ def test_verify_of_a_store_follows_what_its_tags_name(builder: Project) -> None:
     assert ran.document["problems"][0]["key"] == manifest.stem
 
 
+def _flip_a_byte_of_a_program(builder: Project, root: Path) -> None:
+    """Damage of the right size, which a look at sizes cannot see."""
+    entry = json.loads(next((builder.cache / "v1/entries").rglob("*.json")).read_text())
+    digest = entry["files"]["program.bin"]["digest"]
+    blob = root / f"v1/blobs/sha256/{digest[:2]}/{digest}"
+    content = bytearray(blob.read_bytes())
+    content[-1] ^= 1
+    blob.chmod(0o644)
+    blob.write_bytes(content)
+
+
+def test_a_damaged_store_is_repaired_by_what_verify_says(builder: Project) -> None:
+    push = ("push", "config.yaml", "--to", "remote", "--tag", "t")
+    assert builder.call(*push).status == 0
+    _flip_a_byte_of_a_program(builder, builder.root / "remote")
+    found = builder.call("verify", "remote")
+    assert found.status == 4
+    assert "neffbuild verify remote --repair" in found.out
+    assert builder.call("verify", "remote", "--repair").status == 4
+    assert builder.call(*push).status == 0
+    assert builder.call("verify", "remote").status == 0
+    assert builder.call("pull", "remote", "--tag", "llama:t", "--cache", "c").status == 0
+
+
+def test_a_pull_replaces_what_is_damaged_locally(builder: Project) -> None:
+    assert builder.call("push", "config.yaml", "--to", "remote", "--tag", "t").status == 0
+    pull = ("pull", "remote", "--tag", "llama:t", "--cache", "c", "--json")
+    assert builder.call(*pull).status == 0
+    _flip_a_byte_of_a_program(builder, builder.root / "c")
+    assert builder.call(*pull).document["blobs_copied"] == 1
+    assert builder.call("verify", "config.yaml", "--cache", "c").status == 0
+
+
 def test_a_cut_off_artifact_is_bad_size_and_compiled_again(builder: Project) -> None:
     entry = json.loads(next((builder.cache / "v1/entries").rglob("*.json")).read_text())
     digest = entry["files"]["program.bin"]["digest"]

@@ -133,7 +133,7 @@ class S3Store:
             if fault is not None:
                 raise IntegrityError(
                     f"blob {digest} in {self.url} is damaged or gone ({fault.value})",
-                    hint="push it again from where it was built",
+                    hint="`neffbuild verify URL --repair`, then push it again from where it was built",
                 )
         except BaseException:
             with contextlib.suppress(OSError):
