@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from neffbuild.config.build import BuildConfig
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 
 
 def json_option(command: _Command) -> _Command:
@@ -53,8 +55,43 @@ def load_config(words: tuple[str, ...], cache: Path | None) -> tuple[BuildConfig
         )
     start = _vllm_start(words)
     if start is not None:
+        _refuse_assignments(words[:start])
         return load.load_vllm_command(list(words[start:]), overrides), words[:start]
-    return load.load_config(Path(words[0]), overrides), words[1:]
+    return load.load_config(_config_file(words[0]), overrides), words[1:]
+
+
+def _refuse_assignments(before: Sequence[str]) -> None:
+    for word in before:
+        if _ASSIGNMENT.match(word):
+            raise ConfigError(
+                f"{word!r} stands before `vllm serve`, where a shell would take it for a variable and "
+                "neffbuild does not",
+                value=word,
+                hint=f"set it for neffbuild: {word} neffbuild … -- vllm serve …",
+            )
+
+
+def _config_file(word: str) -> Path:
+    """The config file that a word names, which has to look like one."""
+    if not word.strip():
+        raise ConfigError(
+            f"the config's name is {word!r}",
+            value=word,
+            hint="name a config file; in a script, the variable that should hold its name may be empty",
+        )
+    if "://" in word:
+        raise ConfigError(
+            f"{word!r} is a URL; a config is a local file here",
+            value=word,
+            hint="fetch the file first and name it by its path",
+        )
+    if re.match(r"(\S*/)?vllm\s+serve\s", word):
+        raise ConfigError(
+            "the whole `vllm serve` line is one word",
+            value=word,
+            hint="leave out the quotes around it: -- vllm serve MODEL --option value …",
+        )
+    return Path(word)
 
 
 def _vllm_start(words: Sequence[str]) -> int | None:

@@ -49,7 +49,18 @@ CASES: dict[str, tuple[Callable[[Project], list[str]], int, list[str]]] = {
     "bad YAML": (lambda p: text(p, "serve: [1,\n  x: }"), 2, ["config.yaml, line 2"]),
     "list": (lambda p: text(p, "- 1\n"), 2, ["allowed: a mapping"]),
     "unreadable name": (lambda p: ["plan", "a\udcff→.yaml"], 2, ["there is no file"]),
-    "no name": (lambda p: ["plan", ""], 2, ["directory"]),
+    "no name": (lambda p: ["plan", ""], 2, ["the config's name is ''"]),
+    "a URL": (lambda p: ["plan", "ftp://host/a.yaml"], 2, ["'ftp://host/a.yaml' is a URL"]),
+    "a variable before vllm": (
+        lambda p: ["plan", "--", "FOO=bar", "vllm", "serve", "model"],
+        2,
+        ["'FOO=bar' stands before `vllm serve`"],
+    ),
+    "vllm in quotes": (
+        lambda p: ["plan", "--", "vllm serve model --port 1"],
+        2,
+        ["the whole `vllm serve` line is one word"],
+    ),
     "two configs": (lambda p: [*serve(p), "b.yaml"], 2, ["unexpected argument 'b.yaml'"]),
     "unknown section": (
         lambda p: text(p, yaml.safe_dump({"serv": SERVE})),
