@@ -110,21 +110,21 @@ def write_pointer(store: Store, config: str, manifest: str) -> None:
     data = canonical_json(pointer)
     _update(
         store,
-        _pointer_name(config),
+        pointer_name(config),
         lambda current: None if current is not None and current.data == data else pointer,
     )
 
 
 def read_pointer(store: Store, config: str) -> str | None:
     """The digest of the manifest that belongs to a serve config, or None."""
-    document = store.read(_pointer_name(config))
+    document = store.read(pointer_name(config))
     if document is None:
         return None
-    pointer = parse_json(document.data, _pointer_name(config))
+    pointer = parse_json(document.data, pointer_name(config))
     digest = pointer.get("manifest") if isinstance(pointer, dict) else None
     if not is_digest(digest):
         raise IntegrityError(
-            f"{_pointer_name(config)} in {store.url} names no manifest",
+            f"{pointer_name(config)} in {store.url} names no manifest",
             hint="pull or compile the config again",
         )
     return digest
@@ -215,7 +215,8 @@ def _failure_name(key: str) -> str:
     return f"failures/{key}.json"
 
 
-def _pointer_name(config: str) -> str:
+def pointer_name(config: str) -> str:
+    """The name of the document that says which manifest belongs to a serve config (digest)."""
     return f"configs/{config}.json"
 
 

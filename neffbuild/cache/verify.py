@@ -26,6 +26,7 @@ from neffbuild.cache.envelope import Envelope
 from neffbuild.cache.index import Index
 from neffbuild.cache.manifest import Manifest
 from neffbuild.cache.problem import Problem, ProblemKind
+from neffbuild.cache.records import pointer_name, read_pointer
 from neffbuild.cache.store import Store
 from neffbuild.cache.tag import TagRef, TagStatement, Trust, tag_problem
 from neffbuild.config.errors import ConfigError, IntegrityError, StoreError
@@ -54,6 +55,17 @@ class Verified:
 def verify_keys(store: Store, keys: Iterable[str], *, workers: int = WORKERS) -> Verified:
     """Check the entries of these keys, all of which should be stored, and every blob of theirs."""
     check = _Check(store)
+    check.entries(keys)
+    return check.result(workers)
+
+
+def verify_config(
+    store: Store, config: str, keys: Iterable[str], *, workers: int = WORKERS
+) -> Verified:
+    """`verify_keys`, and that the manifest which `replay` and a serving process take for this config
+    (its digest) can be read, where one is remembered."""
+    check = _Check(store)
+    check.pointer(config)
     check.entries(keys)
     return check.result(workers)
 
@@ -152,6 +164,16 @@ class _Check:
         problem = attestation_problem(digest, manifest, data, self._trust)
         if problem is not None:
             self._problems[problem] = None
+
+    def pointer(self, config: str) -> None:
+        try:
+            digest = read_pointer(self._store, config)
+        except IntegrityError as error:
+            self.problem(ProblemKind.BAD_ENTRY, config, error.message)
+            return
+        if digest is not None:
+            why = f"{pointer_name(config)} names it"
+            self._parse(manifest_name, digest, why, Manifest.from_json)
 
     def manifest(self, manifest: Manifest) -> None:
         for unit in manifest.missing:

@@ -11,7 +11,7 @@ import sys
 import traceback
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import click
 
@@ -104,11 +104,21 @@ def main() -> NoReturn:
     except (KeyboardInterrupt, click.exceptions.Abort):
         status = output.INTERRUPTED
     except Exception as error:
-        # Help is printed by click, which does not go through `output.write`.
-        if isinstance(error, BrokenPipeError) and output.is_cut_off():
-            sys.exit(0)
-        status = _fail(_internal_error(error), json_wanted, status=output.INTERNAL)
+        if not _is_of_printing(error):
+            status = _fail(_internal_error(error), json_wanted, status=output.INTERNAL)
+        elif isinstance(error, BrokenPipeError):
+            output.discard()
+            status = 0
+        else:
+            output.discard()
+            status = _fail(output.Unwritten.because(error), json_wanted)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _is_of_printing(error: Exception) -> TypeGuard[OSError]:
+    """Whether help could not be printed: click does that, which does not go through `output.write`."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return isinstance(error, OSError) and frame.name == click.echo.__name__
 
 
 def _own_arguments(arguments: list[str]) -> list[str]:
@@ -152,13 +162,15 @@ def _internal_error(error: Exception) -> NeffbuildError:
 
 
 def _fail(error: NeffbuildError, json_wanted: bool, status: int | None = None) -> int:
+    as_text = not json_wanted or isinstance(error, output.Unwritten)
     try:
-        if json_wanted:
+        if not as_text:
             output.print_json(output.error_document(error))
-        else:
-            output.remark(output.error_text(error))
-    except NeffbuildError as unwritten:
+    except output.Unwritten as unwritten:
         output.remark(output.error_text(unwritten))
+        as_text = True
+    if as_text:
+        output.remark(output.error_text(error))
     return error.exit_status if status is None else status
 
 

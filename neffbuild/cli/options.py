@@ -27,10 +27,19 @@ def json_option(command: _Command) -> _Command:
     )(command)
 
 
+class _Directory(click.Path):
+    """A directory. An unset variable (`--cache "$CACHE"`) must not mean the working directory."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("an empty path; name a directory", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 def cache_option(command: _Command) -> _Command:
     return click.option(
         "--cache",
-        type=click.Path(path_type=Path, file_okay=False),
+        type=_Directory(path_type=Path, file_okay=False),
         help="Local cache directory (overrides the config's `cache.local`).",
     )(command)
 
@@ -48,6 +57,8 @@ def load_config(words: tuple[str, ...], cache: Path | None) -> tuple[BuildConfig
     from neffbuild.config import load
 
     overrides = {"cache": {"local": str(cache)}} if cache else {}
+    if words and not words[0]:
+        raise ConfigError("the name of the config file is empty", value="")
     if not words:
         raise ConfigError(
             "no serve config was given",

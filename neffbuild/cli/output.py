@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from neffbuild.config.errors import NeffbuildError
 
@@ -17,12 +17,20 @@ INTERNAL = 70
 """Exit status of a bug, so that nobody takes it for a unit that failed."""
 
 
+class Unwritten(NeffbuildError):
+    """The result is there and cannot be written to standard output."""
+
+    @classmethod
+    def because(cls, error: OSError) -> Self:
+        return cls(f"cannot write the result to standard output: {error.strerror}")
+
+
 def write(text: str) -> None:
     """A command's result on stdout.
 
     A reader that went away (`neffbuild plan … | head`) has seen what it wanted: the command goes on
-    and its exit status stands. Raises `NeffbuildError` when the text cannot be written for another
-    reason (a full disk behind a redirection).
+    and its exit status stands. Raises `Unwritten` when the text cannot be written for another reason
+    (a full disk behind a redirection).
     """
     try:
         _put(sys.stdout, text)
@@ -30,19 +38,12 @@ def write(text: str) -> None:
         _discard(sys.stdout)
     except OSError as error:
         _discard(sys.stdout)
-        raise NeffbuildError(
-            f"cannot write the result to standard output: {error.strerror}"
-        ) from error
+        raise Unwritten.because(error) from error
 
 
-def is_cut_off() -> bool:
-    """Whether the reader of stdout went away; what is left for it is then dropped."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _discard(sys.stdout)
-        return True
-    return False
+def discard() -> None:
+    """Drop what is left for stdout, which takes no more."""
+    _discard(sys.stdout)
 
 
 def remark(text: str) -> None:

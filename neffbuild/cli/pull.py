@@ -71,6 +71,7 @@ def command(
     the config asks for. What is here already is not fetched again: a pull that was interrupted goes on.
     """
     from neffbuild.cache import ready
+    from neffbuild.cache.canonical import is_digest
     from neffbuild.cache.directory import DirectoryStore
     from neffbuild.cache.open import open_store
     from neffbuild.cache.transfer import pull
@@ -80,6 +81,13 @@ def command(
 
     if (tag is None) == (digest is None):
         raise ConfigError("give either --tag NAME:TAG or --digest D", field="--tag")
+    if digest is not None and not is_digest(digest):
+        raise ConfigError(
+            f"--digest {digest!r} is not a digest; allowed: 64 lower-case hex digits",
+            field="--digest",
+            value=digest,
+            hint="`neffbuild push` prints the digest of the index it wrote",
+        )
     settings = trust.cache_settings(config_file, cache, keys, require_signature, min_sequence)
     fit = _named(wanted) if wanted else _suited(config_file)
     if ready_file is not None:

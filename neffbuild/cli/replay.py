@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @click.command(name="replay")
 @options.config_arguments
 @options.cache_option
-@click.option("--steps", type=click.IntRange(min=1), default=200, show_default=True)
+@click.option("--steps", type=click.IntRange(1, 1_000_000), default=200, show_default=True)
 @click.option(
     "--execute", is_flag=True, help="Run the stored programs, in strict mode, with random weights."
 )

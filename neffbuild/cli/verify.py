@@ -122,7 +122,8 @@ def _verify_store(
 
 
 def _verify_config(words: tuple[str, ...], cache: Path | None) -> dict[str, Any]:
-    from neffbuild.cache.verify import verify_keys
+    from neffbuild.cache.recipe import config_digest
+    from neffbuild.cache.verify import verify_config
     from neffbuild.grid.coverage import check_coverage
     from neffbuild.toolchain.planning import units_to_serve
     from neffbuild.toolchain.registry import load_toolchain
@@ -130,7 +131,7 @@ def _verify_config(words: tuple[str, ...], cache: Path | None) -> dict[str, Any]
     config = options.only_config(words, cache)
     store = options.local_store(config)
     bucketer, shapes = units_to_serve(config, load_toolchain(config.toolchain.name), store)
-    verified = verify_keys(store, shapes)
+    verified = verify_config(store, config_digest(config), shapes)
     _take_out_of_service(store, verified)
     bad = {problem.key for problem in verified.problems}
     good = [shape for key, shape in shapes.items() if key not in bad]

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from neffbuild.config.errors import ConfigError
 from neffbuild.config.model import ModelConfig
 from neffbuild.config.serve import ServeConfig
 
@@ -102,5 +103,15 @@ def cache_directory(cache: CacheConfig) -> Path:
 
 
 def expanded_path(text: str, base: Path) -> Path:
-    """`text` as a path, `~` and `$VARIABLES` expanded, relative to `base`."""
-    return base / Path(os.path.expandvars(text)).expanduser()
+    """`text` as a path, `~` and `$VARIABLES` expanded, relative to `base`.
+
+    Raises `ConfigError` for the home of a user there is not.
+    """
+    try:
+        return base / Path(os.path.expandvars(text)).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the path {text!r} cannot be expanded: {error}",
+            value=text,
+            hint="`~NAME` is the home directory of user NAME",
+        ) from error

@@ -28,6 +28,7 @@ def read_model_json(path: Path) -> dict[str, Any]:
     text = _read_text(path, "a model's config.json", _MAX_MODEL_BYTES)
     try:
         value = json.loads(text, parse_constant=str)
+        _refuse_half_characters(text, value)
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{path}, line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}",
@@ -96,6 +97,7 @@ def parse_json_text(text: str) -> Any:
     a key is given twice, or it is nested deeper than 64 levels."""
     try:
         value = json.loads(text, object_pairs_hook=_unique_pairs, parse_constant=_no_constant)
+        _refuse_half_characters(text, value)
     except RecursionError:
         raise ValueError(f"nested deeper than {_MAX_DEPTH} levels") from None
     if _depth_exceeds(value, _MAX_DEPTH):
@@ -125,6 +127,20 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
+def _refuse_half_characters(text: str, value: Any) -> None:
+    """Raises `ValueError` for an escaped lone surrogate: it parses, and no file can hold the result."""
+    if "\\u" in text:
+        _whole_characters(json.dumps(value, ensure_ascii=False))
+
+
+def _whole_characters(text: str) -> str:
+    """`text` with the two halves of a character joined. Raises `ValueError` for half a character."""
+    try:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:
+        raise ValueError("it holds half a character (a lone surrogate)") from None
+
+
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a number that a config can hold")
 
@@ -140,6 +156,13 @@ def _depth_exceeds(value: Any, levels: int) -> bool:
 
 class _Loader(yaml.SafeLoader):
     """YAML's safe subset; a date stays the text that was written."""
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        value = super().construct_scalar(node)
+        try:
+            return _whole_characters(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise yaml.MarkedYAMLError(problem=str(error), problem_mark=node.start_mark) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         # Before merge keys (`<<`) are flattened in: a key that overrides a merged one is no duplicate.

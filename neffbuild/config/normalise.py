@@ -190,7 +190,7 @@ def _other_options(given: Mapping[str, Any], findings: Findings) -> dict[str, An
             findings.problem(path, value, f"{path}: vLLM has no such option", _belongs(name))
             continue
         try:
-            others[name] = _other_value(name, value)
+            others.update(plain({name: _other_value(name, value)}))
         except ValueError as error:
             findings.problem(path, value, f"{path} is {shown(value)}: {error}")
         meant = nearest(name, vllm_options.NAMES)
@@ -203,6 +203,8 @@ def _other_options(given: Mapping[str, Any], findings: Findings) -> dict[str, An
 
 
 def _other_value(name: str, value: Any) -> Any:
+    if name == "hf_overrides" and not isinstance(value, str | dict):
+        raise ValueError("allowed: a mapping")
     if name in vllm_options.JSON and isinstance(value, str):
         return plain(json_option(value)) if value.lstrip()[:1] in ("{", "[") else value
     if name in vllm_options.HUMAN_READABLE and isinstance(value, str):

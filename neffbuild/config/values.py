@@ -72,11 +72,11 @@ def plain(value: Any) -> Any:
         odd = next((key for key in value if not isinstance(key, str)), None)
         if odd is not None:
             raise ValueError(f"the key {odd!r} is not a text; write it in quotes")
-        return {key: plain(item) for key, item in value.items()}
+        return {_whole_text(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, str):
-        return plain_text(value)
+        return plain_text(_whole_text(value))
     if isinstance(value, float):
         if value != value or value in (float("inf"), float("-inf")):
             raise ValueError(f"{value!r} is not a finite number")
@@ -88,6 +88,14 @@ def plain(value: Any) -> Any:
             raise ValueError(f"a number of more than 63 bits (allowed: up to {MAX_INTEGER})")
         return value
     raise ValueError(f"a value of type {type(value).__name__}; allowed: what JSON can hold")
+
+
+def _whole_text(text: str) -> str:
+    """`text`, if UTF-8 can hold it: an argument of other bytes, and half a character, come as lone
+    surrogates."""
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError(f"{text!r} is not UTF-8")
+    return text
 
 
 def plain_text(text: str) -> Any:

@@ -188,6 +188,8 @@ def cause_of_exception(error: BaseException) -> Cause:
         if isinstance(link, MemoryError):
             return _out_of_memory(_described(link))
         if isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT):
+            if isinstance(error, StoreError):
+                return Cause(CauseKind.DISK_FULL, error.message, "make room where the cache is")
             return Cause(
                 CauseKind.DISK_FULL,
                 _described(link),

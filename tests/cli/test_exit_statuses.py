@@ -164,11 +164,45 @@ def test_a_farm_outlives_the_reader_of_its_progress(project: Project) -> None:
     assert "6 units" in ran.out
 
 
-def test_a_full_disk_behind_a_redirection_is_said(project: Project) -> None:
+@pytest.mark.parametrize(
+    ("words", "status", "reason"),
+    [
+        (["plan", "config.yaml"], 1, ""),
+        (["plan", "config.yaml", "--json"], 1, ""),
+        (["plan", "nowhere.yaml", "--json"], 2, "there is no file nowhere.yaml"),
+        (["--help"], 1, ""),
+    ],
+)
+def test_a_full_disk_behind_a_redirection_is_said(
+    project: Project, words: list[str], status: int, reason: str
+) -> None:
+    project.write()
     with Path("/dev/full").open("wb") as full:
-        ran = project.run("plan", project.write(), stdout=full)
-    assert ran.status == 1
+        ran = project.run(*words, stdout=full)
+    assert ran.status == status
     assert "cannot write the result to standard output: No space left on device" in ran.err
+    assert reason in ran.err
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["plan", ""], "the name of the config file is empty"),
+        (["plan", "config.yaml", "--cache", ""], "an empty path"),
+        (["plan", "config.yaml", "--cache", "~nobody-of-that-name/c"], "cannot be expanded"),
+        (["plan", "--", "vllm", "serve", "model", "--label", b"\xff"], "not UTF-8"),
+        (["plan", "--", "vllm", "serve", "model", b"--\xff", "1"], "not UTF-8"),
+        (["pull", "remote", "--digest", "zz"], "64 lower-case hex digits"),
+        (["replay", "config.yaml", "--steps", "100000000"], "--steps"),
+    ],
+)
+def test_a_slip_on_the_command_line_is_a_wrong_command_line(
+    project: Project, words: list[str], reason: str
+) -> None:
+    project.write()
+    ran = project.run(*map(os.fsdecode, words), "--json" if "--" not in words else "--verbose")
+    assert ran.status == 2
+    assert reason in (ran.out + ran.err)
 
 
 def test_a_bug_is_told_from_a_failed_unit(project: Project) -> None:

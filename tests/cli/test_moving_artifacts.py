@@ -153,6 +153,18 @@ def test_a_damaged_store_is_repaired_by_what_verify_says(builder: Project) -> No
     assert builder.call("pull", "remote", "--tag", "llama:t", "--cache", "c").status == 0
 
 
+@pytest.mark.parametrize("damaged", ["configs", "manifests"])
+def test_verify_reads_the_manifest_that_serving_would_take(builder: Project, damaged: str) -> None:
+    [document] = (builder.cache / "v1" / damaged).iterdir()
+    document.chmod(0o644)
+    document.write_text("{}")
+    ran = builder.call("verify", "config.yaml", "--json")
+    assert ran.status == 4
+    assert [one["kind"] for one in ran.document["problems"]] in (["bad_entry"], ["bad_digest"])
+    assert builder.call("compile", "config.yaml").status == 0
+    assert builder.call("verify", "config.yaml").status == 0
+
+
 def test_a_pull_replaces_what_is_damaged_locally(builder: Project) -> None:
     assert builder.call("push", "config.yaml", "--to", "remote", "--tag", "t").status == 0
     pull = ("pull", "remote", "--tag", "llama:t", "--cache", "c", "--json")

@@ -129,6 +129,31 @@ def test_a_file_far_too_large_is_not_read(tmp_path: Path) -> None:
         load_config(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("c.yaml", 'serve: {model: model, served_model_name: "\\ud83d"}'),
+        ("c.yaml", 'serve: {model: model, "\\ud83d": 1}'),
+        ("c.json", '{"serve": {"model": "model", "served_model_name": "\\ud83d"}}'),
+    ],
+)
+def test_half_a_character_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    assert "half a character" in refusal(tmp_path / name, text).message
+
+
+def test_the_halves_of_a_character_are_joined(workspace: Workspace) -> None:
+    workspace.load()
+    text = workspace.file.read_text()
+    workspace.file.write_text(text + '  override_label: "\\ud83d\\udca5"\n')
+    extra = load_config(workspace.file).serve.model_extra or {}
+    assert extra["override_label"] == "\N{COLLISION SYMBOL}"
+
+
+def test_a_device_that_never_ends_is_refused() -> None:
+    with pytest.raises(ConfigError, match="too many for a config file"):
+        load_config(Path("/dev/zero"))
+
+
 def test_no_such_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no file .*nowhere\.yaml"):
         load_config(tmp_path / "nowhere.yaml")
