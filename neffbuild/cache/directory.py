@@ -23,7 +23,7 @@ from neffbuild.cache.canonical import digest_bytes, is_digest
 from neffbuild.cache.lock import host_lock
 from neffbuild.cache.names import LAYOUT, NOT_DOCUMENTS, is_name, valid_name, valid_prefix
 from neffbuild.cache.problem import ProblemKind
-from neffbuild.cache.store import Document, Leftover, LeftoverKind, Listed, Store
+from neffbuild.cache.store import BlobSource, Document, Leftover, LeftoverKind, Listed
 from neffbuild.config.errors import IntegrityError
 
 _LOCK_WAIT = 60.0
@@ -159,8 +159,8 @@ class DirectoryStore:
                 destination.unlink()
             raise
 
-    def receive_blob(self, digest: str, size: int, mode: int, remote: Store) -> None:
-        """Store a blob fetched from another store; `mode` are the permission bits of its record."""
+    def receive_blob(self, digest: str, size: int, mode: int, remote: BlobSource) -> None:
+        """Store a blob fetched from elsewhere; `mode` are the permission bits of its record."""
         path = self.blob_path(digest)
         with files.refusals("write", path), self._temporary() as temporary:
             remote.fetch_blob(digest, size, temporary)

@@ -51,7 +51,19 @@ class Leftover:
     of: str | None = None
 
 
-class Store(Protocol):
+class BlobSource(Protocol):
+    """Where blobs are copied from: a store, or an archive that is being read."""
+
+    def fetch_blob(self, digest: str, size: int, destination: Path) -> None:
+        """Write the blob's raw bytes to `destination`, checking size and digest on the way.
+
+        Raises `IntegrityError` when what is stored is missing or not the bytes the digest names;
+        nothing is left at `destination` then.
+        """
+        ...
+
+
+class Store(BlobSource, Protocol):
     """Every method raises `StoreError` when the place cannot be reached or refuses.
 
     Document names are relative POSIX paths below the layout version (`entries/ab/<key>.json`).
@@ -100,14 +112,6 @@ class Store(Protocol):
         """Store the file's bytes under `digest`, atomically. A whole blob already here is left alone.
 
         Raises `IntegrityError`, and stores nothing, when the bytes are not those of `digest`.
-        """
-        ...
-
-    def fetch_blob(self, digest: str, size: int, destination: Path) -> None:
-        """Write the blob's raw bytes to `destination`, checking size and digest on the way.
-
-        Raises `IntegrityError` when what is stored is missing or not the bytes the digest names;
-        nothing is left at `destination` then.
         """
         ...
 
