@@ -87,7 +87,7 @@ def read_entries(store: Store, keys: Iterable[str]) -> dict[str, Lookup]:
             versions[key] = document.version
         except IntegrityError as error:
             found[key] = Broken(document.version, ProblemKind.BAD_ENTRY, error.message)
-    lost = _missing_blobs(store, {key: entry.blobs for key, entry in entries.items()})
+    lost = missing_blobs(store, {key: entry.blobs for key, entry in entries.items()})
     for key, entry in entries.items():
         found[key] = (
             Broken(versions[key], ProblemKind.MISSING_BLOB, lost[key])
@@ -126,7 +126,7 @@ def whole_keys(store: Store, keys: Iterable[str]) -> dict[str, str | None]:
             blobs[key] = entry_blobs(document.data, expected_key=key)
         except IntegrityError as error:
             known[key] = error.message
-    lost = _missing_blobs(store, blobs)
+    lost = missing_blobs(store, blobs)
     known.update((key, lost.get(key)) for key in blobs)
     return known
 
@@ -272,7 +272,7 @@ def _stands_without(document: Document, key: str, damaged: Mapping[str, int]) ->
         return False
 
 
-def _missing_blobs(store: Store, blobs: Mapping[str, Mapping[str, int]]) -> dict[str, str]:
+def missing_blobs(store: Store, blobs: Mapping[str, Mapping[str, int]]) -> dict[str, str]:
     """key → what is missing, for the entries that lack a blob. One question for all of them."""
     pending = {blob for of_entry in blobs.values() for blob in of_entry.items()}
     present: set[tuple[str, int]] = set()

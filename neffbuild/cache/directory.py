@@ -55,23 +55,15 @@ class DirectoryStore:
         return None if data is None else Document(data, digest_bytes(data))
 
     def read_many(self, names: Iterable[str]) -> Iterator[tuple[str, Document]]:
-        by_folder: dict[str, list[str]] = {}
-        for name in names:
-            folder, _, leaf = valid_name(name).rpartition("/")
-            by_folder.setdefault(folder, []).append(leaf)
-        for folder, leaves in by_folder.items():
-            path = f"{self._base}/{folder}"
+        for name in self._present(names):
+            path = f"{self._base}/{name}"
             with files.refusals("read", path):
-                try:
-                    scan = os.scandir(path)
-                except FileNotFoundError:
-                    continue
-                with scan:
-                    present = {item.name for item in scan}
-                for leaf in present.intersection(leaves):
-                    data = files.read_document(f"{path}/{leaf}")
-                    if data is not None:
-                        yield f"{folder}/{leaf}", Document(data, digest_bytes(data))
+                data = files.read_document(path)
+            if data is not None:
+                yield name, Document(data, digest_bytes(data))
+
+    def present_documents(self, names: Iterable[str]) -> set[str]:
+        return set(self._present(names))
 
     def create(self, name: str, data: bytes) -> bool:
         path = self._document_path(name)
@@ -239,6 +231,22 @@ class DirectoryStore:
     def loaded_path(self, key: str) -> Path:
         """Where the files of entries with this key are laid out under their real names."""
         return self._document_path(f"loaded/{key}")
+
+    def _present(self, names: Iterable[str]) -> Iterator[str]:
+        """Those of the names that there are, by one look at each folder."""
+        by_folder: dict[str, list[str]] = {}
+        for name in names:
+            folder, _, leaf = valid_name(name).rpartition("/")
+            by_folder.setdefault(folder, []).append(leaf)
+        for folder, leaves in by_folder.items():
+            path = f"{self._base}/{folder}"
+            with files.refusals("read", path):
+                try:
+                    with os.scandir(path) as scan:
+                        present = {item.name for item in scan}
+                except FileNotFoundError:
+                    continue
+            yield from (f"{folder}/{leaf}" for leaf in present.intersection(leaves))
 
     def _document_path(self, name: str) -> Path:
         return self._base / valid_name(name)

@@ -87,6 +87,10 @@ class Store(BlobSource, Protocol):
         """
         ...
 
+    def present_documents(self, names: Iterable[str]) -> set[str]:
+        """Which of these documents there are, without reading them: few requests for many names."""
+        ...
+
     def create(self, name: str, data: bytes) -> bool:
         """Write a document that must not exist yet. False when it does: somebody else's stands."""
         ...

@@ -20,7 +20,6 @@ from neffbuild.cache.catalog import (
     quarantine_entry,
     read_hits,
     stored_keys,
-    whole_keys,
 )
 from neffbuild.cache.copying import (
     WORKERS,
@@ -35,6 +34,7 @@ from neffbuild.cache.entry import Entry
 from neffbuild.cache.files import says_unwritable
 from neffbuild.cache.lease import leased
 from neffbuild.cache.store import Store
+from neffbuild.cache.survey import whole_units
 from neffbuild.config.errors import IntegrityError, NeffbuildError, StoreError
 
 _PUBLISHERS = 4
@@ -81,8 +81,7 @@ class TieredStore:
             if not left or not tier.readable:
                 continue
             with self._forgiving(tier):
-                found = whole_keys(tier.store, left)
-                whole = [key for key, fault in found.items() if fault is None]
+                whole = whole_units(tier.store, left)
                 known.update(dict.fromkeys(whole))
                 tier.counts.hits += len(whole)
         return known
@@ -121,8 +120,8 @@ class TieredStore:
             if not entries or not tier.writable:
                 continue
             with self._forgiving(tier):
-                there = whole_keys(tier.store, entries)
-                absent = {key: entries[key] for key in entries if there.get(key, "") is not None}
+                there = whole_units(tier.store, entries)
+                absent = {key: entry for key, entry in entries.items() if key not in there}
                 if absent:
                     self._publish(tier, absent)
 

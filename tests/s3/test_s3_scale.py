@@ -16,6 +16,7 @@ from neffbuild.cache.catalog import commit_entry, entry_name, stored_keys
 from neffbuild.cache.directory import DirectoryStore
 from neffbuild.cache.s3 import S3Options, S3Store
 from neffbuild.cache.tag import TagRef
+from neffbuild.cache.tiered import Tier, TieredStore
 from neffbuild.cache.transfer import pull, push
 
 COUNT = 2500
@@ -104,7 +105,7 @@ def test_existing_documents_are_read_once_each_and_missing_ones_not_at_all(
 
 
 @pytest.mark.slow
-def test_thousands_of_entries_are_pushed_and_pulled_without_asking_for_each(
+def test_thousands_of_entries_are_pushed_planned_and_pulled_without_asking_for_each(
     proxy: FaultProxy, new_bucket: NewBucket, local: DirectoryStore, tmp_path: Path
 ) -> None:
     remote = S3Store(S3Options.parse(proxy.server.url(new_bucket(proxy.upstream))))
@@ -124,7 +125,22 @@ def test_thousands_of_entries_are_pushed_and_pulled_without_asking_for_each(
     assert counted.get("HEAD", 0) == 0
     assert counted["GET"] <= 5
 
+    # A farm that plans against the store, and one of whose units has lost a blob there.
+    lost = entries[7]
+    [blob] = lost.blobs
+    remote.delete_blobs([blob])
     fresh = DirectoryStore(tmp_path / "fresh")
+    tiered = TieredStore(fresh, [Tier(remote, readable=True, writable=False)])
+    proxy.behave()
+    planned = tiered.stored_keys([*(entry.key for entry in entries), *ABSENT])
+    assert planned == {entry.key: None for entry in entries if entry is not lost}
+    # The manifest; the entry that is not whole.
+    assert proxy.counted()["GET"] == 2
+    assert proxy.counted()["LIST"] <= 2 * PAGES + 2 * PAGES + 2
+    assert set(proxy.counted()) <= {"GET", "LIST", "HEAD"}
+    assert proxy.counted().get("HEAD", 0) <= 1
+    remote.put_blob(blob, local.blob_path(blob))
+
     proxy.behave()
     assert pull(remote, fresh, tag, platform=X86_V3, trust=ANYONE).blobs_copied == blobs
     assert proxy.counted() == {"GET": blobs + 3}

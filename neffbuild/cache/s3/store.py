@@ -85,7 +85,6 @@ class S3Store:
                     yield name, document
 
     def present_documents(self, names: Iterable[str]) -> set[str]:
-        """Which of these documents there are, without reading them: few requests for many names."""
         keys = {self._key(name): name for name in names}
         return {keys[key] for key in existing(self._s3, self._base, keys)}
 
