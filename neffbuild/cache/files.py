@@ -1,7 +1,7 @@
 """Files that are either whole or not there: durable writes, and reads that trust nothing.
 
-Everything here works on local and network file systems alike; what may differ between them is named
-at the line that copes with it.
+Everything here works on local and network file systems alike: it is made of the calls in
+`neffbuild.cache.filesystem`, which cope with what differs between them.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ import errno
 import hashlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import IO
 
+from neffbuild.cache import filesystem
 from neffbuild.cache.problem import ProblemKind
 from neffbuild.config.errors import StoreError
 
+LARGEST_DOCUMENT = 1 << 28
+"""Bytes of a document that are read; no document of ours comes near."""
+
 _CHUNK = 1 << 20
-_LARGEST_DOCUMENT = 1 << 28
 _MOST_DOCUMENTS = 1 << 16  # one small read: thousands of entries are read for a plan
-_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _HINTS = {
     errno.ENOSPC: "free space there, or name another directory",
     errno.EDQUOT: "free some of the quota, or name another directory",
@@ -30,6 +32,11 @@ _HINTS = {
     errno.EPERM: "check who owns the path and its permissions",
     errno.ENOTDIR: "a part of that path is a file: name a directory",
     errno.EROFS: "the file system is read-only: name a writable directory for new artifacts",
+    errno.EIO: "the disk or the file server failed (see `dmesg`); run it again once that works",
+    errno.ESTALE: "the file server no longer knows the path: run it again; if it stays, mount it anew",
+    errno.EBUSY: "a process has it in use (see `fuser -v`); run it again when that has ended",
+    errno.ESHUTDOWN: "the file server cut this host off; run it again when the mount works",
+    errno.ETIMEDOUT: "the file server does not answer; run it again when it does",
 }
 _NO_WRITES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS})
 NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
@@ -72,58 +79,24 @@ def file_system(path: Path) -> str | None:
 
 def make_folder(path: Path) -> None:
     """Create a folder and those above it, so that they survive a power failure. Respects the umask."""
-    if path.is_dir():
+    if filesystem.is_folder(path):
         return
     make_folder(path.parent)
-    try:
-        path.mkdir()
-    except FileExistsError as error:
-        if not path.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from error
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Make names created in or moved into a folder survive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network file systems cannot sync a folder and need not.
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def sync_file(path: Path) -> None:
-    """Make a file's content survive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    filesystem.make_folder(path)
+    if not filesystem.is_folder(path):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+    filesystem.sync(path.parent)
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a file that must not exist yet, through to the disk. Respects the umask."""
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write a file under a name that nobody else uses, through to the disk. Respects the umask."""
 
+    def write() -> None:
+        with filesystem.closing(filesystem.create(path)) as descriptor:
+            filesystem.write(descriptor, data)
+            os.fsync(descriptor)
 
-def link_new(source: Path, path: Path) -> bool:
-    """Give a finished file its name if nobody has it. False when somebody has.
-
-    Raises `OSError` with an errno of `NO_LINKS` where the file system has no hard links.
-    """
-    try:
-        os.link(source, path)
-    except FileExistsError:
-        # NFS may repeat a request whose answer was lost, and then refuses what it has just done.
-        return os.path.samestat(source.lstat(), path.lstat())
-    return True
+    filesystem.patiently(write)
 
 
 def read_document(path: str) -> bytes | None:
@@ -133,32 +106,62 @@ def read_document(path: str) -> bytes | None:
     followed, never waited for. So does the rest of a file beyond any sensible size.
     """
     try:
-        descriptor = os.open(path, _READ_FLAGS)
+        return filesystem.asking(path, lambda: _read_whole(path))
     except FileNotFoundError:
         return None
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EAGAIN):
             return b""
         raise
-    try:
-        data = os.read(descriptor, _MOST_DOCUMENTS)
-        if len(data) == _MOST_DOCUMENTS:
-            parts, size = [data], len(data)
-            while size < _LARGEST_DOCUMENT and (part := os.read(descriptor, _CHUNK)):
-                parts.append(part)
-                size += len(part)
-            data = b"".join(parts)
-    except (IsADirectoryError, BlockingIOError):
-        return b""
-    finally:
-        os.close(descriptor)
-    return data
 
 
-def open_regular(path: Path) -> IO[bytes] | None:
-    """A regular file opened for reading, or None when there is none under that very name."""
+def _read_whole(path: str) -> bytes:
+    with filesystem.closing(os.open(path, filesystem.READ_FLAGS)) as descriptor:
+        # Almost always all of it; but a file server may hand out less than there is.
+        parts = [os.read(descriptor, _MOST_DOCUMENTS)]
+        size = len(parts[0])
+        while parts[-1] and size < _LARGEST_DOCUMENT:
+            parts.append(os.read(descriptor, _CHUNK))
+            size += len(parts[-1])
+    return b"".join(parts)
+
+
+def file_fault(path: Path, digest: str, size: int) -> ProblemKind | None:
+    """Read a file to its end and say what is wrong with it."""
+    return filesystem.patiently(lambda: _examine(path, digest, size, lambda _: None))
+
+
+def copy_checked(source: Path, digest: str, size: int, target: Path) -> ProblemKind | None:
+    """Copy a file to a name that nobody else uses and say what is wrong with the source, where the copy
+    is of no use then. Respects the umask."""
+
+    def copy() -> ProblemKind | None:
+        with filesystem.closing(filesystem.create(target)) as descriptor:
+            return _examine(source, digest, size, partial(filesystem.write, descriptor))
+
+    return filesystem.patiently(copy)
+
+
+def _examine(
+    path: Path, digest: str, size: int, write: Callable[[bytes], None]
+) -> ProblemKind | None:
+    opened = _open_regular(path)
+    if opened is None:
+        return ProblemKind.MISSING_BLOB
+    with filesystem.closing(opened) as descriptor:
+        if os.fstat(descriptor).st_size != size:
+            return ProblemKind.BAD_SIZE
+        content = hashlib.sha256()
+        while chunk := os.read(descriptor, _CHUNK):
+            content.update(chunk)
+            write(chunk)
+    return None if content.hexdigest() == digest else ProblemKind.BAD_DIGEST
+
+
+def _open_regular(path: Path) -> int | None:
+    """A descriptor of a regular file, or None when there is none under that very name."""
     try:
-        descriptor = os.open(path, _READ_FLAGS)
+        descriptor = filesystem.asking(path, lambda: os.open(path, filesystem.READ_FLAGS))
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
             return None
@@ -166,32 +169,14 @@ def open_regular(path: Path) -> IO[bytes] | None:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         return None
-    return os.fdopen(descriptor, "rb")
-
-
-def file_fault(
-    path: Path, digest: str, size: int, copy: IO[bytes] | None = None
-) -> ProblemKind | None:
-    """Read a file to its end and say what is wrong with it; what is read is written to `copy`."""
-    file = open_regular(path)
-    if file is None:
-        return ProblemKind.MISSING_BLOB
-    with file:
-        if os.fstat(file.fileno()).st_size != size:
-            return ProblemKind.BAD_SIZE
-        content = hashlib.sha256()
-        while chunk := file.read(_CHUNK):
-            content.update(chunk)
-            if copy is not None:
-                copy.write(chunk)
-    return None if content.hexdigest() == digest else ProblemKind.BAD_DIGEST
+    return descriptor
 
 
 def copy_executable_bits(path: Path, mode: int) -> None:
     """Let whoever may read the file execute it, where `mode` says it is a program."""
     if mode & 0o111:
-        current = stat.S_IMODE(path.stat().st_mode)
-        path.chmod(current | (current & 0o444) >> 2)
+        current = stat.S_IMODE(filesystem.status(path).st_mode)
+        filesystem.set_mode(path, current | (current & 0o444) >> 2)
 
 
 class CheckedFiles:
@@ -207,7 +192,7 @@ class CheckedFiles:
     def fault(self, path: Path, digest: str, size: int) -> ProblemKind | None:
         """What is wrong with the file, reading it only if it is not known already."""
         try:
-            status = path.lstat()
+            status = filesystem.status(path)
         except FileNotFoundError:
             return ProblemKind.MISSING_BLOB
         identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
