@@ -62,13 +62,15 @@ class CacheConfig(_Section):
 
 
 class FarmConfig(_Section):
-    """`farm:` how compiles run. `timeout` in seconds per unit, `memory` in bytes per unit."""
+    """`farm:` how compiles run. `timeout` in seconds per unit, `memory` in bytes per unit; after a
+    failure nothing more is started where `fail_fast` is set."""
 
     executor: Literal["local", "ray"] = "local"
     workers: int | None = Field(default=None, ge=1)
     timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     retries: int = Field(default=0, ge=0)
     memory: int | None = Field(default=None, gt=0)
+    fail_fast: bool = False
 
 
 @dataclass(frozen=True, slots=True)
