@@ -76,6 +76,16 @@ class Artifact:
 
 
 @dataclass(frozen=True, slots=True)
+class Expectation:
+    """What compiling one unit is expected to take: wall seconds, resident bytes of everything it starts
+    at their peak, bytes of scratch space."""
+
+    seconds: float
+    memory_bytes: int
+    scratch_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One line of `neffbuild doctor`. `needed` is False for what a toolchain does without: slower, or
     for fewer targets."""
@@ -149,6 +159,12 @@ class Toolchain(Protocol):
 
     def findings(self) -> list[Finding]:
         """What is installed, and whether compiles and loads can run here."""
+        ...
+
+    def prior(self, config: BuildConfig, shape: Shape) -> Expectation:
+        """What compiling a shape is expected to take where nothing like it was ever measured. It orders
+        units and bounds how many run at once; measurements replace it from the first run on. Imports
+        nothing heavy. A toolchain without it gets `neffbuild.farm.expectations.default_prior`."""
         ...
 
     @property

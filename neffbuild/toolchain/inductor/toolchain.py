@@ -15,11 +15,20 @@ from neffbuild.config.build import BuildConfig
 from neffbuild.config.errors import ToolchainRefusal
 from neffbuild.grid.bucketer import QueryLenSupport
 from neffbuild.grid.shapes import DecodeShape, Shape
-from neffbuild.toolchain.base import Artifact, Capabilities, Captured, Finding, KVGroup, Unit
+from neffbuild.toolchain.base import (
+    Artifact,
+    Capabilities,
+    Captured,
+    Expectation,
+    Finding,
+    KVGroup,
+    Unit,
+)
 from neffbuild.toolchain.inductor.cpu_level import cpu_level
 from neffbuild.toolchain.inductor.findings import inductor_findings
 from neffbuild.toolchain.inductor.fit import host_fit
 from neffbuild.toolchain.inductor.identity import NAME, inductor_identity
+from neffbuild.toolchain.inductor.prior import inductor_prior
 from neffbuild.toolchain.inductor.refusal import config_refusal, host_refusal, shape_refusal
 
 if TYPE_CHECKING:
@@ -49,6 +58,9 @@ class InductorToolchain:
 
     def findings(self) -> list[Finding]:
         return inductor_findings()
+
+    def prior(self, config: BuildConfig, shape: Shape) -> Expectation:
+        return inductor_prior(config, shape)
 
     def capture(self, unit: Unit) -> Captured:
         if reason := self.refusal(unit.config, unit.shape):
