@@ -1,0 +1,153 @@
+"""Static shards: every machine cuts the same parts, and none of them is much longer than the others."""
+
+from __future__ import annotations
+
+import random
+from itertools import chain
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from neffbuild.config.errors import ConfigError
+from neffbuild.farm.shards import Shard, parse_shard, shard_members, shard_shapes
+from neffbuild.grid.shapes import DecodeShape, Family
+
+SECONDS = st.lists(st.floats(min_value=0, max_value=1e5), max_size=60)
+COUNTS = st.integers(min_value=1, max_value=20)
+
+
+def parts(seconds: list[float], count: int) -> list[list[int]]:
+    return [shard_members(seconds, Shard(index, count)) for index in range(1, count + 1)]
+
+
+@given(seconds=SECONDS, count=COUNTS)
+def test_every_unit_is_in_exactly_one_shard(seconds: list[float], count: int) -> None:
+    assert sorted(chain.from_iterable(parts(seconds, count))) == list(range(len(seconds)))
+
+
+@given(seconds=SECONDS, count=COUNTS)
+def test_no_shard_is_longer_than_an_even_split_and_one_unit_more(
+    seconds: list[float], count: int
+) -> None:
+    loads = [sum(seconds[place] for place in part) for part in parts(seconds, count)]
+    fair = sum(seconds) / count + (1 - 1 / count) * max(seconds, default=0)
+    assert max(loads) <= fair + 1e-3 * (len(seconds) + 1)  # costs are whole milliseconds
+
+
+@given(seconds=SECONDS, count=COUNTS, noise=st.randoms(use_true_random=False))
+def test_the_last_bits_of_an_expectation_do_not_matter(
+    seconds: list[float], count: int, noise: random.Random
+) -> None:
+    """Machines with another C library compute other last bits."""
+    whole = [float(round(each)) for each in seconds]
+    elsewhere = [each * (1 + noise.choice((-1, 0, 1)) * 2**-52) for each in whole]
+    assert parts(whole, count) == parts(elsewhere, count)
+
+
+@given(count=COUNTS, units=st.integers(min_value=0, max_value=60))
+def test_equal_units_are_dealt_out_evenly(count: int, units: int) -> None:
+    sizes = [len(part) for part in parts([0.0] * units, count)]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_shapes_go_where_their_expectations_do() -> None:
+    shapes = [DecodeShape(Family.TARGET, rows, 1, 128) for rows in (1, 2, 4, 8)]
+    first, second = (
+        shard_shapes(shapes, lambda shape: float(shape.num_seqs), Shard(index, 2))
+        for index in (1, 2)
+    )
+    assert first == {shapes[3]}
+    assert second == set(shapes[:3])
+
+
+@pytest.mark.parametrize(
+    ("text", "shard"), [("1/1", Shard(1, 1)), ("3/8", Shard(3, 8)), ("8/8", Shard(8, 8))]
+)
+def test_a_shard_is_named_by_its_number_and_how_many_there_are(text: str, shard: Shard) -> None:
+    assert parse_shard(text, {"JOB_COMPLETION_INDEX": "5"}) == shard
+    assert str(shard) == text
+
+
+NOT_SHARDS = (
+    "|3|/|3/|/8|0/8|9/8|-1/8|3/0|3/8/2| 3/8|+3/8|three/8|3.0/8|٣/٨|3/100001|1/9999999999"
+    "|auto/|auto/0|auto/x|Auto|auto/8/8"
+)
+
+
+@pytest.mark.parametrize("text", NOT_SHARDS.split("|"))
+def test_anything_else_is_refused_with_what_is_allowed(text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_shard(text, {"JOB_COMPLETION_INDEX": "0"})
+    assert refused.value.field == "--shard"
+    assert refused.value.value == text
+    assert "3/8" in str(refused.value.hint)
+    assert "auto/8" in str(refused.value.hint)
+
+
+AWS = {"AWS_BATCH_JOB_ARRAY_INDEX": "2", "AWS_BATCH_JOB_ARRAY_SIZE": "8"}
+SLURM = {
+    "SLURM_ARRAY_TASK_ID": "16",
+    "SLURM_ARRAY_TASK_MIN": "10",
+    "SLURM_ARRAY_TASK_MAX": "31",
+    "SLURM_ARRAY_TASK_STEP": "3",
+    "SLURM_ARRAY_TASK_COUNT": "8",
+}
+GITLAB = {"CI_NODE_INDEX": "3", "CI_NODE_TOTAL": "8"}
+CIRCLE = {"CIRCLE_NODE_INDEX": "2", "CIRCLE_NODE_TOTAL": "8"}
+BUILDKITE = {"BUILDKITE_PARALLEL_JOB": "2", "BUILDKITE_PARALLEL_JOB_COUNT": "8"}
+KUBERNETES = {"JOB_COMPLETION_INDEX": "2", "NEFFBUILD_SHARDS": "8"}
+
+
+@pytest.mark.parametrize("environment", [AWS, SLURM, GITLAB, CIRCLE, BUILDKITE, KUBERNETES])
+@pytest.mark.parametrize("text", ["auto", "auto/8"])
+def test_schedulers_are_understood(environment: dict[str, str], text: str) -> None:
+    assert parse_shard(text, environment) == Shard(3, 8)
+
+
+def test_the_ends_of_an_array_are_its_first_and_last_shard() -> None:
+    for environment, index, first, last in (
+        (AWS, "AWS_BATCH_JOB_ARRAY_INDEX", "0", "7"),
+        (SLURM, "SLURM_ARRAY_TASK_ID", "10", "31"),
+        (GITLAB, "CI_NODE_INDEX", "1", "8"),
+        (KUBERNETES, "JOB_COMPLETION_INDEX", "0", "7"),
+    ):
+        assert parse_shard("auto", {**environment, index: first}) == Shard(1, 8)
+        assert parse_shard("auto", {**environment, index: last}) == Shard(8, 8)
+
+
+@pytest.mark.parametrize(
+    ("environment", "text", "said"),
+    [
+        ({}, "auto", "no scheduler says which shard this is"),
+        ({"CI_NODE_TOTAL": "1"}, "auto", "no scheduler says which shard this is"),
+        ({"JOB_COMPLETION_INDEX": "2"}, "auto", "does not say how many shards there are"),
+        ({"AWS_BATCH_JOB_ARRAY_INDEX": "2"}, "auto", "AWS_BATCH_JOB_ARRAY_SIZE is not set"),
+        (AWS, "auto/9", "AWS Batch says there are 8"),
+        ({**AWS, **CIRCLE, "CIRCLE_NODE_TOTAL": "9"}, "auto", "and CircleCI that this is 3/9"),
+        (
+            {**AWS, "AWS_BATCH_JOB_ARRAY_INDEX": "x"},
+            "auto",
+            "INDEX is 'x'; allowed: a whole number",
+        ),
+        ({**AWS, "AWS_BATCH_JOB_ARRAY_INDEX": "8"}, "auto", "not 9"),
+        ({**GITLAB, "CI_NODE_INDEX": "0"}, "auto", "CI_NODE_INDEX=0"),
+        ({**SLURM, "SLURM_ARRAY_TASK_ID": "17"}, "auto", "no step of 3 from 10"),
+        ({**SLURM, "SLURM_ARRAY_TASK_ID": "7"}, "auto", "numbered from 1 to 8, not 0"),
+        ({**SLURM, "SLURM_ARRAY_TASK_STEP": "0"}, "auto", "no step of 0 from 10"),
+        ({**SLURM, "SLURM_ARRAY_TASK_MIN": ""}, "auto", "SLURM_ARRAY_TASK_MIN is ''"),
+        ({**KUBERNETES, "NEFFBUILD_SHARDS": "many"}, "auto", "NEFFBUILD_SHARDS is 'many'"),
+    ],
+)
+def test_what_schedulers_leave_open_is_refused(
+    environment: dict[str, str], text: str, said: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_shard(text, environment)
+    assert said in refused.value.message
+    assert refused.value.hint
+
+
+def test_two_schedulers_that_agree_are_believed() -> None:
+    assert parse_shard("auto", {**AWS, **BUILDKITE}) == Shard(3, 8)
