@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from neffbuild.cli import options, output, tiers
+from neffbuild.cli.farm import farm_options
+from neffbuild.cli.selection import Selection, choose, selection_options
 from neffbuild.config.errors import ConfigError, ToolchainRefusal
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from neffbuild.cache.directory import DirectoryStore
     from neffbuild.cache.plan import Plan, PlannedUnit
     from neffbuild.cache.tiered import TieredStore
+    from neffbuild.cli.selection import Chosen
     from neffbuild.farm.outcomes import RunResult
     from neffbuild.report.rows import UnitRow
     from neffbuild.toolchain.base import Toolchain
@@ -26,19 +29,24 @@ if TYPE_CHECKING:
 @options.config_arguments
 @options.cache_option
 @tiers.remote_option
-@click.option("--workers", type=click.IntRange(min=1), help="Units compiled at once.")
-@click.option("--only", metavar="GLOB", help="Only units whose bucket name matches.")
+@farm_options
+@selection_options
 @click.option(
-    "--limit", type=click.IntRange(min=1), help="Compile at most this many of the missing units."
+    "--json-lines",
+    is_flag=True,
+    help="Print each event of the run as a JSON document on a line of stdout; the last is the result.",
 )
 @options.json_option
 def command(
     words: tuple[str, ...],
     cache: Path | None,
     remote: str | None,
-    workers: int | None,
+    farm: dict[str, Any],
     only: str | None,
     limit: int | None,
+    skip_failed: bool,
+    retry_failed: bool,
+    json_lines: bool,
     as_json: bool,
 ) -> int:
     """Compile what CONFIG is missing into the local cache.
@@ -46,47 +54,67 @@ def command(
     A unit is stored as soon as it is built: interrupt a run and the next one goes on from there. One
     Ctrl-C finishes the units that are running, a second one ends them.
     """
+    from neffbuild.cache.records import read_failures
     from neffbuild.report.rows import run_document
-    from neffbuild.report.text import report_text
     from neffbuild.toolchain.planning import plan_with
     from neffbuild.toolchain.registry import load_toolchain
 
-    config = options.only_config(words, cache)
+    if json_lines and as_json:
+        raise ConfigError("--json and --json-lines exclude each other", field="--json-lines")
+    config = options.only_config(words, cache, {"farm": farm})
     toolchain = load_toolchain(config.toolchain.name)
     if reason := toolchain.refusal(config):
         raise ToolchainRefusal(reason, hint="`neffbuild plan` works for this config all the same")
     tiered = tiers.tiered_store(config, remote)
-    store = tiered.local
     plan = _fetched(plan_with(config, toolchain, tiered.stored_keys), tiered)
-    chosen = _chosen(plan, only)
-    missing = [unit for unit in chosen if unit.status.value == "missing"]
-    _refuse_unresolved(chosen)
+    failures = read_failures(tiered.local, [unit.key for unit in plan.units if unit.key])
+    chosen = choose(plan, Selection(only, limit, skip_failed, retry_failed), failures)
 
-    run = _compile(plan, missing[:limit], toolchain, tiered, workers) if missing else None
+    run = None
+    if chosen.to_compile:
+        run = _compile(plan, chosen.to_compile, toolchain, tiered, json_lines)
     _conclude(plan, tiered)
-    put_off = {unit.key for unit in missing[len(missing[:limit]) :]}
-    rows = _rows([unit for unit in chosen if unit.key not in put_off], run, store)
-    failed = [row for row in rows if row.outcome not in ("built", "cached")]
-    if as_json:
-        document = run_document(rows, run.wall_seconds if run else 0.0)
-        output.print_json({**document, "remotes": tiers.remotes_document(tiered)})
-    elif run is None:
-        output.write(f"nothing to do: all {len(rows)} units are cached in {store.url}")
-        for line in tiers.remotes_lines(tiered):
-            output.write(line)
+    rows = _rows(chosen, run, tiered.local)
+    document = {
+        **run_document(rows, run.wall_seconds if run else 0.0),
+        "remotes": tiers.remotes_document(tiered),
+    }
+    failed = sum(row.outcome not in ("built", "cached") for row in rows)
+    if json_lines:
+        output.print_json_line(document)
+    elif as_json:
+        output.print_json(document)
     else:
-        output.write(report_text(rows))
-        output.write(f"cache: {store.url}")
-        for line in tiers.remotes_lines(tiered):
-            output.write(line)
         again = f"neffbuild compile {options.config_words(words, cache)}"
-        if failed:
-            output.write(f"{len(failed)} units are not compiled; try them again: {again}")
-        elif put_off:
-            output.write(f"{len(put_off)} more units are missing; next: {again}")
+        _print(rows, run, tiered, failed, len(chosen.put_off), again)
     if run is not None and run.interrupted:
         return output.INTERRUPTED
     return 1 if failed else 0
+
+
+def _print(
+    rows: Sequence[UnitRow],
+    run: RunResult | None,
+    tiered: TieredStore,
+    failed: int,
+    put_off: int,
+    again: str,
+) -> None:
+    from neffbuild.report.text import count, report_text
+
+    place = tiered.local.url
+    if run is None and not failed:
+        what = f"all {len(rows)} units are cached in {place}" if rows else "no unit is chosen"
+        output.write(f"nothing to do: {what}")
+    else:
+        output.write(report_text(rows))
+        output.write(f"cache: {place}")
+    for line in tiers.remotes_lines(tiered):
+        output.write(line)
+    if failed:
+        output.write(f"{count(failed, 'unit')} not compiled; try again: {again}")
+    elif put_off:
+        output.write(f"{count(put_off, 'more unit')} missing; next: {again}")
 
 
 def _fetched(plan: Plan, tiered: TieredStore) -> Plan:
@@ -106,38 +134,14 @@ def _conclude(plan: Plan, tiered: TieredStore) -> None:
     tiered.publish([unit.key for unit in plan.units if unit.key])
 
 
-def _chosen(plan: Plan, only: str | None) -> list[PlannedUnit]:
-    units = [unit for unit in plan.units if unit.status.value != "cannot_occur"]
-    if only is None:
-        return units
-    chosen = [unit for unit in units if fnmatchcase(unit.bucket_name, only)]
-    if not chosen:
-        raise ConfigError(
-            f"--only {only!r} matches none of the {len(units)} units",
-            field="--only",
-            value=only,
-            hint=f"unit names look like {units[0].bucket_name!r}" if units else None,
-        )
-    return chosen
-
-
-def _refuse_unresolved(units: Sequence[PlannedUnit]) -> None:
-    unresolved = [unit for unit in units if unit.status.value == "unresolved"]
-    if unresolved:
-        raise ConfigError(
-            f"{len(unresolved)} units cannot be keyed here: {unresolved[0].reason}",
-            field="toolchain.versions",
-            hint="install what is named, or pin its version and compile where it is installed",
-        )
-
-
 def _compile(
     plan: Plan,
     missing: Sequence[PlannedUnit],
     toolchain: Toolchain,
     tiered: TieredStore,
-    workers: int | None,
+    json_lines: bool,
 ) -> RunResult:
+    from neffbuild.cli.events import event_lines
     from neffbuild.cli.progress import farm_progress
     from neffbuild.farm.outcomes import Event, Outcome, UnitFinished
     from neffbuild.farm.run import compile_units
@@ -151,15 +155,13 @@ def _compile(
     store = tiered.local
     with store.scratch_folder():
         pass
-    farm = plan.config.farm
-    if workers is not None:
-        farm = farm.model_copy(update={"workers": workers})
     units = [
         Unit(plan.config, unit.shape, unit.recipe, unit.key)
         for unit in missing
         if unit.recipe is not None and unit.key is not None
     ]
-    with farm_progress() as show, tiered.publishing() as publish:
+    shown = event_lines() if json_lines else farm_progress()
+    with shown as show, tiered.publishing() as publish:
 
         def on_event(event: Event) -> None:
             show(event)
@@ -167,20 +169,18 @@ def _compile(
                 publish(event.unit.key)
 
         return compile_units(
-            units, toolchain, store, farm, logs=store.root / "logs", on_event=on_event
+            units, toolchain, store, plan.config.farm, logs=store.root / "logs", on_event=on_event
         )
 
 
-def _rows(
-    chosen: Sequence[PlannedUnit], run: RunResult | None, store: DirectoryStore
-) -> list[UnitRow]:
+def _rows(chosen: Chosen, run: RunResult | None, store: DirectoryStore) -> list[UnitRow]:
     """What became of each chosen unit: as the run says, else as the store has it."""
     from neffbuild.cache.catalog import read_hits
     from neffbuild.cache.records import read_failures
     from neffbuild.report.rows import UnitRow, stored_rows
 
-    keys = [unit.key for unit in chosen if unit.key]
-    stored = stored_rows(chosen, read_hits(store, keys), read_failures(store, keys))
+    keys = [unit.key for unit in chosen.units if unit.key]
+    stored = stored_rows(chosen.units, read_hits(store, keys), read_failures(store, keys))
     ran: dict[str, Any] = {result.key: result for result in run.units} if run else {}
     return [
         UnitRow(
@@ -192,8 +192,11 @@ def _rows(
             result.peak_memory_bytes,
             result.artifact_bytes,
             _cause(result),
+            result.cause.kind.value if result.cause else None,
         )
         if (result := ran.get(row.key or ""))
+        else replace(row, outcome="skipped")
+        if row.key in chosen.left_out
         else row
         for row in stored
     ]

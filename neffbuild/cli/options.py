@@ -16,6 +16,7 @@ from neffbuild.config.errors import ConfigError
 if TYPE_CHECKING:
     from neffbuild.cache.directory import DirectoryStore
     from neffbuild.config.build import BuildConfig
+    from neffbuild.config.load import Overrides
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
@@ -51,14 +52,15 @@ def config_arguments(command: _Command) -> _Command:
     )(command)
 
 
-def load_config(words: tuple[str, ...], cache: Path | None) -> tuple[BuildConfig, tuple[str, ...]]:
+def load_config(
+    words: tuple[str, ...], cache: Path | None, sections: Overrides | None = None
+) -> tuple[BuildConfig, tuple[str, ...]]:
     """The config that `words` name, and the other words: those after a config file, or those before a
-    `vllm serve` line (`neffbuild explain UNIT -- vllm serve …`)."""
+    `vllm serve` line (`neffbuild explain UNIT -- vllm serve …`). `cache` and `sections` win over what
+    the config says."""
     from neffbuild.config import load
 
-    overrides = {"cache": {"local": str(cache)}} if cache else {}
-    if words and not words[0]:
-        raise ConfigError("the name of the config file is empty", value="")
+    overrides = {**(sections or {}), **({"cache": {"local": str(cache)}} if cache else {})}
     if not words:
         raise ConfigError(
             "no serve config was given",
@@ -125,9 +127,11 @@ def config_words(words: Sequence[str], cache: Path | None) -> str:
     return shlex.join([*words[:1], *own])
 
 
-def only_config(words: tuple[str, ...], cache: Path | None) -> BuildConfig:
+def only_config(
+    words: tuple[str, ...], cache: Path | None, sections: Overrides | None = None
+) -> BuildConfig:
     """The config that `words` are, refusing anything after it."""
-    config, rest = load_config(words, cache)
+    config, rest = load_config(words, cache, sections)
     if rest:
         raise ConfigError(
             f"unexpected argument {rest[0]!r} beside the config",

@@ -59,6 +59,11 @@ def print_json(document: Mapping[str, Any]) -> None:
     write(json.dumps(document, indent=2, ensure_ascii=False))
 
 
+def print_json_line(document: Mapping[str, Any]) -> None:
+    """One JSON document on one line of stdout."""
+    write(json.dumps(document, ensure_ascii=False))
+
+
 def error_document(error: NeffbuildError) -> dict[str, Any]:
     """The `neffbuild.error/1` document."""
     return {

@@ -24,6 +24,7 @@ class UnitRow:
     peak_memory_bytes: int | None = None
     artifact_bytes: int | None = None
     cause: str | None = None
+    cause_kind: str | None = None
 
 
 def stored_rows(
@@ -54,7 +55,8 @@ def _stored_row(unit: PlannedUnit, entry: Entry | None, failure: Failure | None)
     if entry is None:
         outcome = "failed" if failure else "skipped"
         cause = failure.message if failure else unit.reason or "not compiled yet"
-        return UnitRow(unit.bucket_name, family, unit.key, outcome, cause=cause)
+        kind = failure.cause if failure else None
+        return UnitRow(unit.bucket_name, family, unit.key, outcome, cause=cause, cause_kind=kind)
     return UnitRow(
         unit.bucket_name,
         family,

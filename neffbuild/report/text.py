@@ -31,6 +31,11 @@ def size(count: int | None) -> str:
     raise AssertionError("unreachable")
 
 
+def count(number: int, what: str) -> str:
+    """`1 unit is`, `2 units are`: so many of something, and the verb that goes with it."""
+    return f"{number} {what} is" if number == 1 else f"{number} {what}s are"
+
+
 def seconds(value: float | None) -> str:
     """`12.3 s`, `4 min 05 s`, `1 h 02 min`; a dash for None."""
     if value is None:

@@ -165,8 +165,8 @@ CASES: dict[str, tuple[Callable[[Project], list[str]], int, list[str]]] = {
     "neither tag nor digest": (lambda p: ["pull", "r"], 2, ["--tag NAME:TAG or --digest D"]),
     "a digest that is none": (
         lambda p: ["pull", "r", "--digest", "xyz"],
-        4,
-        ["malformed SHA-256 digest 'xyz'"],
+        2,
+        ["--digest 'xyz'", "64 lower-case hex digits"],
     ),
     "an unknown scheme": (
         lambda p: ["pull", "gs://b/p", "--tag", "a:b"],

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 from pathlib import Path
 
 import cli_samples
+import jsonschema
 import pytest
 from cli_samples import HOSTILE, INDUCTOR, UNITS, Project
 
@@ -62,6 +64,55 @@ def test_workers_run_at_once(project: Project) -> None:
     assert "6 units, 6 at once" in ran.err
 
 
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--workers", "0"], "--workers is '0'"),
+        (["--workers", "many"], "--workers is 'many'"),
+        (["--timeout", "-1"], "--timeout is '-1'"),
+        (["--timeout", "nan"], "--timeout is 'nan'"),
+        (["--timeout", "soon"], "'soon' is not a duration"),
+        (["--memory", "lots"], "'lots' is not a size"),
+        (["--retries", "-1"], "--retries"),
+        (["--skip-failed", "--retry-failed"], "exclude each other"),
+        (["--json-lines", "--json"], "exclude each other"),
+    ],
+)
+def test_farm_options_that_cannot_be(project: Project, words: list[str], reason: str) -> None:
+    ran = project.call("compile", project.write(), *words)
+    assert ran.status == 2
+    assert reason in (ran.out + ran.err)
+
+
+def test_options_win_over_the_farm_section(project: Project) -> None:
+    control = cli_samples.order(project.root, b2_ctx1024="hang")
+    config = project.write(control=control, sections={"farm": {"timeout": 600.0, "workers": 1}})
+    ran = project.run("compile", config, "--timeout", "1s", "--workers", "6", "--json")
+    [unit] = [one for one in ran.document["units"] if one["outcome"] == "failed"]
+    assert (unit["bucket_name"], unit["cause_kind"]) == ("decode_b2_ctx1024", "timeout")
+    assert "6 units, 6 at once" in ran.err
+
+
+def test_every_event_is_a_line_of_json(project: Project) -> None:
+    control = cli_samples.order(project.root, b2_ctx1024="compiler_exits_70")
+    ran = project.run("compile", project.write(control=control), "--json-lines")
+    assert ran.status == 1
+    assert ran.err == ""
+    *events, result = map(json.loads, ran.out.splitlines())
+    for event in events:
+        jsonschema.validate(event, cli_samples.schema("neffbuild.event/1"))
+    jsonschema.validate(result, cli_samples.schema("neffbuild.run/1"))
+    kinds = [event["event"] for event in events]
+    assert kinds[0] == "farm_started"
+    assert events[0]["units"] == 6
+    for kind in ("unit_started", "unit_finished"):
+        names = [event["bucket_name"] for event in events if event["event"] == kind]
+        assert sorted(names) == sorted(UNITS)
+    finished = {e["bucket_name"]: e["result"] for e in events if e["event"] == "unit_finished"}
+    assert finished["decode_b2_ctx1024"]["cause_kind"] == "compiler_error"
+    assert result["counts"] == {"built": 5, "cached": 0, "failed": 1}
+
+
 class TestOneFailure:
     """One unit of six fails."""
 
@@ -88,7 +139,7 @@ class TestOneFailure:
         # The compiler's own words are in the log of the run itself.
         assert "failed decode_b2_ctx1024" in ran.err
         assert "    | error: NCC_EVRF007" in ran.err
-        assert "1 units are not compiled; try them again: neffbuild compile config.yaml" in ran.out
+        assert "1 unit is not compiled; try again: neffbuild compile config.yaml" in ran.out
         log = next(word for word in ran.out.split() if word.endswith(".log"))
         assert "NCC_EVRF007" in Path(log).read_text(encoding="utf-8")
 
@@ -104,6 +155,22 @@ class TestOneFailure:
         assert report.status == 1
         assert "sh ended with exit code 70" in report.out
         assert "next: neffbuild compile config.yaml" in report.out
+
+    def test_may_be_left_out_or_tried_alone(self, failed: Project) -> None:
+        assert failed.run("compile", "config.yaml", "--limit", "4").status == 1
+        skipping = failed.run("compile", "config.yaml", "--skip-failed", "--json")
+        assert skipping.status == 1
+        assert skipping.document["counts"] == {"built": 2, "cached": 3, "failed": 0}
+        assert outcomes(skipping.document)["decode_b2_ctx1024"] == "skipped"
+        again = failed.run("compile", "config.yaml", "--skip-failed")
+        assert again.err == ""
+        assert "1 unit is not compiled" in again.out
+
+        cli_samples.order(failed.root)
+        retried = failed.run("compile", "config.yaml", "--retry-failed", "--json")
+        assert outcomes(retried.document) == {"decode_b2_ctx1024": "built"}
+        nothing = failed.run("compile", "config.yaml", "--retry-failed")
+        assert (nothing.status, nothing.out) == (0, "nothing to do: no unit is chosen\n")
 
     def test_leaves_the_rest_usable(self, failed: Project, tmp_path: Path) -> None:
         assert failed.run("compile", "config.yaml").status == 1

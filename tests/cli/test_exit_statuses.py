@@ -187,7 +187,7 @@ def test_a_full_disk_behind_a_redirection_is_said(
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["plan", ""], "the name of the config file is empty"),
+        (["plan", ""], "the config's name is ''"),
         (["plan", "config.yaml", "--cache", ""], "an empty path"),
         (["plan", "config.yaml", "--cache", "~nobody-of-that-name/c"], "cannot be expanded"),
         (["plan", "--", "vllm", "serve", "model", "--label", b"\xff"], "not UTF-8"),

@@ -1,0 +1,47 @@
+"""The events of a run as lines of JSON, for whoever follows a farm by machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+from neffbuild.cli import output
+from neffbuild.farm.outcomes import Event, UnitFinished
+from neffbuild.toolchain.base import Unit
+
+SCHEMA = "neffbuild.event/1"
+
+
+@contextmanager
+def event_lines() -> Iterator[Callable[[Event], None]]:
+    """What to call with each event: it is printed as a `neffbuild.event/1` document on a line."""
+    yield lambda event: output.print_json_line(event_document(event))
+
+
+def event_document(event: Event) -> dict[str, Any]:
+    """The `neffbuild.event/1` document of what happened just now.
+
+    `event` names what happened (`unit_finished`); the other fields are those of the event, a unit as
+    its `bucket_name` and `key`, a result as it stands in `neffbuild.run/1`.
+    """
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "event": _snake_case(type(event).__name__),
+        "time": round(time.time(), 3),
+    }
+    for field in fields(event):
+        value = getattr(event, field.name)
+        if isinstance(value, Unit):
+            document |= {"bucket_name": value.shape.bucket_name, "key": value.key}
+        elif not isinstance(event, UnitFinished):
+            document[field.name] = value
+    if isinstance(event, UnitFinished):
+        document["result"] = event.result.document()
+    return document
+
+
+def _snake_case(name: str) -> str:
+    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)[1:]
