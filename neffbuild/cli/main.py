@@ -30,6 +30,7 @@ _COMMANDS = {
     "verify": "Check artifacts against their digests and the config against its artifacts.",
     "gc": "Remove from a store what is of no use any more.",
     "report": "Compile time, memory and artifact size of every unit.",
+    "merge-report": "One report of those that shards wrote.",
     "explain": "The recipe of a unit, ingredient by ingredient, or the difference of two.",
     "diff": "Which units differ between two tags of a store.",
     "replay": "Run decode steps through the dispatcher and count what they read.",
@@ -45,7 +46,7 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        module = importlib.import_module(f"neffbuild.cli.{cmd_name}")
+        module = importlib.import_module(f"neffbuild.cli.{cmd_name.replace('-', '_')}")
         command: click.Command = module.command
         return command
 

@@ -25,7 +25,7 @@ def read_model_json(path: Path) -> dict[str, Any]:
     As Hugging Face reads it: of a key given twice the last counts, and `Infinity` (a state-space
     model's time-step limit) is kept, as a text that canonical JSON can hold.
     """
-    text = _read_text(path, "a model's config.json", _MAX_MODEL_BYTES)
+    text = read_text(path, "a model's config.json", _MAX_MODEL_BYTES)
     try:
         value = json.loads(text, parse_constant=str)
         _refuse_half_characters(text, value)
@@ -41,7 +41,11 @@ def read_model_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _read_text(path: Path, what: str, max_bytes: int) -> str:
+def read_text(path: Path, what: str, max_bytes: int) -> str:
+    """The UTF-8 text of a file that should be `what` and have at most `max_bytes`.
+
+    Raises `ConfigError`, naming the path and the reason, when it cannot be had.
+    """
     try:
         if path.is_dir():
             raise ConfigError(f"{path} is a directory, not {what}", value=str(path))
@@ -79,7 +83,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
     Raises `ConfigError`, naming the line, for malformed text and for duplicate keys.
     """
-    text = _read_text(path, "a config file", _MAX_CONFIG_BYTES)
+    text = read_text(path, "a config file", _MAX_CONFIG_BYTES)
     document = (
         _parse_json(text, path) if path.suffix.lower() == ".json" else _parse_yaml(text, path)
     )

@@ -20,12 +20,15 @@ def documents(compiled: Project, tmp_path_factory: pytest.TempPathFactory) -> di
     project = compiled
     remote = str(tmp_path_factory.mktemp("json") / "remote")
     spec = project.write("spec.yaml", toolchain=INDUCTOR, speculative_config=EAGLE3)
+    report = project.call("report", "config.yaml", "--json").out
+    (project.root / "report.json").write_text(report, encoding="utf-8")
     lines = [
         ["plan", "config.yaml"],
         ["plan", spec],
         ["compile", "config.yaml"],
         ["report", "config.yaml"],
         ["report", spec],
+        ["merge-report", "report.json"],
         ["verify", "config.yaml"],
         ["verify", spec],
         ["push", "config.yaml", "--to", remote, "--tag", "t"],
