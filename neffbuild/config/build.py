@@ -63,7 +63,13 @@ class CacheConfig(_Section):
 
 class FarmConfig(_Section):
     """`farm:` how compiles run. `timeout` in seconds per unit, `memory` in bytes per unit; after a
-    failure nothing more is started where `fail_fast` is set."""
+    failure nothing more is started where `fail_fast` is set.
+
+    For the executor `ray`: `address` of the cluster (`auto`: `$RAY_ADDRESS`, else the one this machine is
+    a node of); `resources`, what each unit asks for beside or instead of what the farm works out (Ray's
+    names; `memory` in bytes); `node_wait`, for how many seconds a unit that no node could hold waits
+    for one to join.
+    """
 
     executor: Literal["local", "ray"] = "local"
     workers: int | None = Field(default=None, ge=1)
@@ -71,6 +77,11 @@ class FarmConfig(_Section):
     retries: int = Field(default=0, ge=0)
     memory: int | None = Field(default=None, gt=0)
     fail_fast: bool = False
+    address: _NonEmpty = "auto"
+    resources: dict[_NonEmpty, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
+        default_factory=dict
+    )
+    node_wait: float = Field(default=0.0, ge=0, allow_inf_nan=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,8 @@ class Job:
     `platform` and `options` are what the graph key is made of beside the graph; `environment` is the
     worker's whole environment but TMPDIR. `scratch` is a folder of the unit's own, not there yet, and
     `shared` one for all units of the farm; `log` is where the output stays if the unit fails. Times are
-    in seconds, `memory` in bytes; None is no limit.
+    in seconds, `memory` in bytes; None is no limit. `reserved` is the memory, in bytes, that is set aside
+    for the unit where it is placed: its expected peak, where that is known.
     """
 
     unit: Unit
@@ -53,6 +54,7 @@ class Job:
     timeout: float | None
     memory: int | None
 
+    reserved: int | None = None
 
 @dataclass(frozen=True, slots=True)
 class Compiling:

@@ -48,6 +48,10 @@ class S3Store:
         self._choosing = threading.Lock()
         self._chosen: DocumentWrites | None = None
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # A worker of a farm connects for itself.
+        return S3Store, (self.options,)
+
     @property
     def url(self) -> str:
         return self.options.url
