@@ -14,7 +14,7 @@ from math import exp, log, log2
 
 from neffbuild.cache.canonical import digest_document
 from neffbuild.config.build import BuildConfig
-from neffbuild.grid.shapes import DecodeShape, Shape
+from neffbuild.grid.shapes import DecodeShape, PrefillShape, Shape
 from neffbuild.toolchain.base import Expectation, Toolchain, Unit
 
 _OTHER_FAMILY = 4.0
@@ -136,4 +136,6 @@ def _axes(shape: Shape) -> tuple[int, int]:
     """Tokens of one step and the KV positions each may attend to."""
     if isinstance(shape, DecodeShape):
         return shape.num_tokens, shape.context_len
-    return shape.num_batched_tokens, max(shape.kv_segment, shape.num_batched_tokens)
+    if isinstance(shape, PrefillShape):
+        return shape.num_batched_tokens, max(shape.kv_segment, shape.num_batched_tokens)
+    return 1, 1  # nothing is unrolled over a size that is not known

@@ -19,8 +19,16 @@ from typing import Self
 
 from neffbuild.config.errors import ToolchainRefusal
 from neffbuild.farm.logfile import log_tail
-from neffbuild.farm.outcomes import Outcome, UnitResult, lost_worker
-from neffbuild.farm.supervisor import Cancel, Started
+from neffbuild.farm.outcomes import (
+    CANCELLED,
+    Cause,
+    Outcome,
+    UnitDeferred,
+    UnitResult,
+    UnitStarted,
+    lost_worker,
+)
+from neffbuild.farm.supervisor import GRACE_SECONDS, End, Sampled, Started
 from neffbuild.farm.worker import Busy, Job
 
 _ATTEMPTS = 3
@@ -36,6 +44,7 @@ class _Running:
     job: Job
     attempts: int = 0
     worker: int | None = None
+    resident: int = 0
 
 
 class LocalExecutor:
@@ -51,6 +60,7 @@ class LocalExecutor:
         self._folder = folder
         self._environment = {**environment, "TMPDIR": str(folder)}
         self._running: dict[Connection, _Running] = {}
+        self._seen: list[UnitStarted | UnitDeferred] = []
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
@@ -75,6 +85,20 @@ class LocalExecutor:
     def start(self, job: Job) -> None:
         """Start a unit; how it ends comes from `finished`."""
         self._start(_Running(job))
+        self._seen.append(UnitStarted(job.unit))
+
+    def seen(self) -> list[UnitStarted | UnitDeferred]:
+        """What has started since the last call."""
+        seen, self._seen = self._seen, []
+        return seen
+
+    def withdraw(self) -> list[Job]:
+        """Nothing: what was handed in runs already."""
+        return []
+
+    def resident(self) -> dict[str, int]:
+        """Key of each running unit → resident bytes of everything it started, when last looked at."""
+        return {running.job.unit.key: running.resident for running in self._running.values()}
 
     def finished(self, timeout: float) -> list[tuple[Job, UnitResult | Busy]]:
         """What has ended since the last call; waits up to `timeout` seconds for something to end.
@@ -90,6 +114,8 @@ class LocalExecutor:
                 message = self._lost(connection)
             if isinstance(message, Started):
                 self._running[connection].worker = message.worker
+            elif isinstance(message, Sampled):
+                self._running[connection].resident = message.resident
             elif message is not None:
                 connection.close()
                 ended.append((self._running.pop(connection).job, message))
@@ -99,7 +125,14 @@ class LocalExecutor:
         """Ask every running unit to end now; how each ends comes from `finished`."""
         for connection in self._running:
             with contextlib.suppress(OSError):
-                connection.send(Cancel())
+                connection.send(End(CANCELLED, GRACE_SECONDS))
+
+    def end(self, key: str, cause: Cause) -> None:
+        """End the running unit of this key at once; that it ended so comes from `finished`."""
+        for connection, running in self._running.items():
+            if running.job.unit.key == key:
+                with contextlib.suppress(OSError):
+                    connection.send(End(cause, 0.0))
 
     def _start(self, running: _Running) -> None:
         running.attempts += 1

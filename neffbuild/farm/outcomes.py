@@ -7,8 +7,8 @@ import os
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,10 @@ class UnitResult:
     """What became of one unit.
 
     `compile_seconds` is the time from capture to artifact; `cpu_seconds` and `peak_memory_bytes` are of
-    the worker with everything it started (resident memory, shared pages counted in each process).
-    All three are None where nothing was compiled. `log`, the bounded output of everything that ran,
-    is kept for units that failed; `log_tail` is its end.
+    the worker with everything it started (resident memory, shared pages counted in each process);
+    `scratch_bytes` is what its scratch folder took at the end. All four are None where nothing was
+    compiled. `attempts` says how often the run has tried. `log`, the bounded output of everything that
+    ran, is kept for units that failed; `log_tail` is its end.
     """
 
     bucket_name: str
@@ -75,6 +76,8 @@ class UnitResult:
     cpu_seconds: float | None = None
     peak_memory_bytes: int | None = None
     artifact_bytes: int | None = None
+    scratch_bytes: int | None = None
+    attempts: int = 1
     log: Path | None = None
     log_tail: str = ""
 
@@ -97,6 +100,8 @@ class UnitResult:
             "cpu_seconds": self.cpu_seconds,
             "peak_memory_bytes": self.peak_memory_bytes,
             "artifact_bytes": self.artifact_bytes,
+            "scratch_bytes": self.scratch_bytes,
+            "attempts": self.attempts,
         }
 
 
@@ -110,6 +115,7 @@ def stored_result(unit: Unit, outcome: Outcome, entry: Entry) -> UnitResult:
         cpu_seconds=measured.get("cpu_seconds"),
         peak_memory_bytes=measured.get("peak_memory_bytes"),
         artifact_bytes=entry.artifact_bytes,
+        scratch_bytes=measured.get("scratch_bytes"),
     )
 
 
@@ -140,26 +146,47 @@ class RunResult:
 
 @dataclass(frozen=True, slots=True)
 class FarmStarted:
-    """Before the first unit."""
+    """Before the first unit. `workers` is the most units that will run at once; `expected_seconds` is by
+    key."""
 
     units: int
     workers: int
+    expected_seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class UnitStarted:
-    """A worker has taken the unit up."""
+    """A worker has taken the unit up.
+
+    It is expected to take `expected_seconds` and has `reserved_bytes` of memory reserved, both 0 where
+    nobody expects anything. `attempt` counts from 1; `warning` says why it may well fail.
+    """
 
     unit: Unit
+    expected_seconds: float = 0.0
+    reserved_bytes: int = 0
+    attempt: int = 1
+    warning: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UnitMemory:
+    """A running unit with everything it started holds this many resident bytes now."""
+
+    unit: Unit
+    resident_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class UnitDeferred:
     """The unit comes again after all others: another process of this host is compiling it, or it
-    failed in a way that may pass."""
+    failed in a way that may pass. Not before `pause` seconds from now; `alone` when nothing of this farm
+    will run beside it then."""
 
     unit: Unit
     reason: str
+    pause: float = 0.0
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,14 +198,32 @@ class UnitFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class FewerWorkers:
+    """Units wait though fewer run than may: why, once for each resource that is short."""
+
+    workers: int
+    running: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class FarmStopping:
-    """The run was asked to end: no unit is started any more; `cancelling` when running ones are ended
-    too rather than finished."""
+    """No unit is started any more: the run was asked to end, or a unit failed and the rest is not worth
+    it (`failed` names it). `cancelling` when running ones are ended too rather than finished."""
 
     cancelling: bool
+    failed: str | None = None
 
 
-Event = FarmStarted | UnitStarted | UnitDeferred | UnitFinished | FarmStopping
+Event = (
+    FarmStarted
+    | FewerWorkers
+    | UnitStarted
+    | UnitMemory
+    | UnitDeferred
+    | UnitFinished
+    | FarmStopping
+)
 
 
 def cause_of_exception(error: BaseException) -> Cause:
@@ -229,11 +274,22 @@ def over_memory(limit: int) -> Cause:
     return _out_of_memory(f"used more than the {limit / 2**30:.1f} GiB of `farm.memory`")
 
 
+def over_host_memory(resident: int, reserved: int, available: int) -> Cause:
+    """Ended because the host was running out of memory; all in bytes."""
+    return _out_of_memory(
+        f"ended at {resident / 2**30:.1f} GiB, {reserved / 2**30:.1f} GiB of which were reserved for it: "
+        f"the host had only {available / 2**30:.2f} GiB of memory left"
+    )
+
+
 def lost_worker(detail: str) -> Cause:
     """Whoever watched over the unit is gone."""
     return Cause(CauseKind.LOST_WORKER, detail, "run `compile` again")
 
 
+NOT_STARTED = Cause(
+    CauseKind.CANCELLED, "not started: another unit failed first", "run `compile` again"
+)
 CANCELLED = Cause(CauseKind.CANCELLED, "the run was interrupted", "run `compile` again")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import select
 import selectors
 import shutil
 import time
@@ -22,6 +23,7 @@ from neffbuild.farm.logfile import UnitLog, log_tail
 from neffbuild.farm.outcomes import (
     CANCELLED,
     Cause,
+    CauseKind,
     Outcome,
     UnitResult,
     cause_of_exit,
@@ -37,6 +39,8 @@ from neffbuild.toolchain.base import Toolchain
 GRACE_SECONDS = 2.0
 """Between asking a compiler to end (SIGTERM) and ending it (SIGKILL)."""
 _SAMPLE_SECONDS = 0.2
+_TOLD_BYTES = 4 << 20
+"""Changes of memory that the farm is not told of."""
 _READ_BYTES = 1 << 16
 
 
@@ -48,12 +52,23 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
-    """From the farm: end the unit now."""
+class Sampled:
+    """What the worker with everything it started holds now, in resident bytes; sent as it changes."""
+
+    resident: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """From the farm: end the unit for this cause; `grace` seconds are between asking and killing."""
+
+    cause: Cause
+    grace: float
 
 
 def supervise(farm: Connection, toolchain: Toolchain) -> None:
-    """Take a `Job` from `farm`; send `Started`, then how it ended: a `UnitResult`, or `Busy`.
+    """Take a `Job` from `farm`; send `Started`, `Sampled` as memory is taken, then how it ended: a
+    `UnitResult`, or `Busy`.
 
     When the other end of `farm` closes, the farm is dead and the unit ends at once.
     """
@@ -100,6 +115,7 @@ class _Watch:
         self._deadline = float("inf")
         self._next_sample = 0.0
         self._peak = 0
+        self._told = 0
         self._report: Report | Busy | None = None
         self._stop: Cause | None = None
         self._grace = 0.0
@@ -129,8 +145,8 @@ class _Watch:
 
     def _hear_farm(self) -> bool:
         try:
-            self._farm.recv()
-            self._end(CANCELLED, GRACE_SECONDS)
+            order: End = self._farm.recv()
+            self._end(order.cause, order.grace)
         except (EOFError, OSError):
             self._end(CANCELLED, 0)  # the farm is dead: nobody is left to wait for
         return True
@@ -166,6 +182,7 @@ class _Watch:
         if now >= self._next_sample:
             self._next_sample = now + _SAMPLE_SECONDS
             resident = self._sample()
+            self._tell(resident)
             if self._job.memory is not None and resident > self._job.memory:
                 self._end(over_memory(self._job.memory), 0)
         if now >= self._deadline and self._job.timeout is not None:
@@ -175,6 +192,16 @@ class _Watch:
         resident = processes.resident_bytes(processes.descendants(os.getpid()))
         self._peak = max(self._peak, resident)
         return resident
+
+    def _tell(self, resident: int) -> None:
+        if abs(resident - self._told) < _TOLD_BYTES:
+            return
+        # Never wait for a farm that does not listen (it is stopped): the limits here still hold.
+        _, listening, _ = select.select([], [self._farm], [], 0)
+        if listening:
+            with contextlib.suppress(OSError):
+                self._farm.send(Sampled(resident))
+                self._told = resident
 
     def _end(self, cause: Cause, grace: float) -> None:
         if self._stop is None:
@@ -200,7 +227,7 @@ class _Watch:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         result = UnitResult.of(
             unit,
-            Outcome.CANCELLED if cause is CANCELLED else Outcome.FAILED,
+            Outcome.CANCELLED if cause.kind is CauseKind.CANCELLED else Outcome.FAILED,
             cause=cause,
             cpu_seconds=used.ru_utime + used.ru_stime,
             peak_memory_bytes=max(self._peak, used.ru_maxrss * 1024),

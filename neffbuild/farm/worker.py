@@ -28,6 +28,7 @@ from neffbuild.cache.store import Store
 from neffbuild.config.errors import LockTimeout, NeffbuildError
 from neffbuild.farm import processes
 from neffbuild.farm.outcomes import Cause, Outcome, cause_of_exception
+from neffbuild.farm.scratch import used_bytes
 from neffbuild.toolchain.base import Toolchain, Unit
 
 
@@ -53,8 +54,8 @@ class Job:
     lock_wait: float
     timeout: float | None
     memory: int | None
-
     reserved: int | None = None
+
 
 @dataclass(frozen=True, slots=True)
 class Compiling:
@@ -157,6 +158,7 @@ def _compile(
             "compile_seconds": seconds,
             "cpu_seconds": cpu,
             "peak_memory_bytes": max(channel.recv(), largest),
+            "scratch_bytes": used_bytes(job.scratch),
         },
     )
     return entry, artifact.files

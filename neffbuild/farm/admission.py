@@ -1,0 +1,143 @@
+"""Which waiting unit may start now: pure rules of cores, memory and scratch space.
+
+Longest expected first. Where the first does not fit, a smaller one may start before it if by all
+expectation that does not keep the first waiting (EASY backfilling: D. Lifka, "The ANL/IBM SP Scheduling
+System", 1995). Expectations may be wrong, so only so many may pass it; then nothing starts until it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Self
+
+MOST_PASSES = 16
+"""Units that may start before one that does not fit yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What units need and hosts have: CPU cores, bytes of memory, bytes of scratch space."""
+
+    cpus: int = 0
+    memory: int = 0
+    scratch: int = 0
+
+    def __add__(self, other: Self) -> Resources:
+        return Resources(
+            self.cpus + other.cpus, self.memory + other.memory, self.scratch + other.scratch
+        )
+
+    def __sub__(self, other: Self) -> Resources:
+        return Resources(
+            self.cpus - other.cpus, self.memory - other.memory, self.scratch - other.scratch
+        )
+
+    def shortage(self, free: Resources) -> str | None:
+        """The first resource of which this needs more than `free` has; None when it fits."""
+        for name in ("cpus", "memory", "scratch"):
+            if getattr(self, name) > getattr(free, name):
+                return name
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a unit reserves, and for how many seconds it is expected to."""
+
+    needs: Resources
+    seconds: float
+
+
+def choose(
+    waiting: Sequence[Claim], free: Resources, running: Sequence[Claim], passes: int
+) -> int | None:
+    """The place in `waiting` of the unit to start, or None for none of them yet.
+
+    `running` are units that will give back what they hold, with the seconds they are expected to run on;
+    `passes` says how many have started before the first of `waiting` since it came to be the first.
+    """
+    if not waiting:
+        return None
+    first = waiting[0]
+    if first.needs.shortage(free) is None:
+        return 0
+    if passes >= MOST_PASSES:
+        return None
+    start, spare = _start_of(first, free, running)
+    for place, claim in enumerate(waiting[1:], start=1):
+        if claim.needs.shortage(free) is not None:
+            continue
+        if claim.seconds <= start or claim.needs.shortage(spare) is None:
+            return place
+    return None
+
+
+def _start_of(first: Claim, free: Resources, running: Sequence[Claim]) -> tuple[float, Resources]:
+    """In how many seconds the first can start if nothing is put before it, and what is free beside it
+    from then on. Where it needs room that others than `running` hold, nobody knows: never."""
+    for claim in sorted(running, key=lambda claim: claim.seconds):
+        free += claim.needs
+        if first.needs.shortage(free) is None:
+            return claim.seconds, free - first.needs
+    return inf, Resources()
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A unit that runs on this host, of whichever farm: what it has reserved, the resident bytes it had
+    when last looked at, and whether it is being ended to free memory."""
+
+    name: str
+    needs: Resources
+    resident: int = 0
+    ending: bool = False
+
+    @property
+    def growth(self) -> int:
+        """Bytes it may still take of what it has reserved."""
+        return max(0, self.needs.memory - self.resident)
+
+
+def free_resources(
+    budget: Resources, holdings: Sequence[Holding], available_memory: int, free_scratch: int
+) -> Resources:
+    """What is left for one more unit on a host where `holdings` run.
+
+    Memory is bounded twice: by what is not reserved of the budget, and by what is available right now
+    beside what the running units may still grow into, which other programs may have made less. Of the
+    scratch space that is free, `budget.scratch` at most is given out.
+    """
+    held = sum((holding.needs for holding in holdings), Resources())
+    growth = sum(holding.growth for holding in holdings)
+    left = budget - held
+    return Resources(
+        left.cpus,
+        min(left.memory, available_memory - growth),
+        min(budget.scratch, free_scratch) - held.scratch,
+    )
+
+
+def must_yield(running: int, starved_elsewhere: bool) -> bool:
+    """Whether a farm that has `running` units leaves what is free to another farm of the host that has
+    none and waits: so each farm gets at least one unit at a time."""
+    return running > 0 and starved_elsewhere
+
+
+def memory_floor(total: int) -> int:
+    """Available bytes under which a host is about to run out of memory: 4 % of it, 1 GiB at most."""
+    return min(total // 25, 1 << 30)
+
+
+def to_be_ended(
+    holdings: Sequence[Holding], available_memory: int, total_memory: int
+) -> Holding | None:
+    """The unit to end before the kernel picks something else: where available memory is under the
+    floor, the one that is most above what it has reserved (else least below). None while another is
+    still being ended."""
+    if available_memory >= memory_floor(total_memory) or not holdings:
+        return None
+    if any(holding.ending for holding in holdings):
+        return None
+    return max(holdings, key=lambda holding: holding.resident - holding.needs.memory)
