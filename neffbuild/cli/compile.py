@@ -100,7 +100,7 @@ def _print(
     put_off: int,
     again: str,
 ) -> None:
-    from neffbuild.report.text import count, report_text
+    from neffbuild.report.text import counted_are, report_text
 
     place = tiered.local.url
     if run is None and not failed:
@@ -112,9 +112,9 @@ def _print(
     for line in tiers.remotes_lines(tiered):
         output.write(line)
     if failed:
-        output.write(f"{count(failed, 'unit')} not compiled; try again: {again}")
+        output.write(f"{counted_are(failed, 'unit')} not compiled; try again: {again}")
     elif put_off:
-        output.write(f"{count(put_off, 'more unit')} missing; next: {again}")
+        output.write(f"{counted_are(put_off, 'more unit')} missing; next: {again}")
 
 
 def _fetched(plan: Plan, tiered: TieredStore) -> Plan:

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from neffbuild.cli import output
-from neffbuild.farm.outcomes import Event, UnitFinished
+from neffbuild.farm.outcomes import Event, FarmStarted, UnitFinished, UnitMemory
 from neffbuild.toolchain.base import Unit
 
 SCHEMA = "neffbuild.event/1"
@@ -17,8 +17,14 @@ SCHEMA = "neffbuild.event/1"
 
 @contextmanager
 def event_lines() -> Iterator[Callable[[Event], None]]:
-    """What to call with each event: it is printed as a `neffbuild.event/1` document on a line."""
-    yield lambda event: output.print_json_line(event_document(event))
+    """What to call with each event: it is printed as a `neffbuild.event/1` document on a line. What
+    happens several times a second is left out."""
+
+    def on_event(event: Event) -> None:
+        if not isinstance(event, UnitMemory):
+            output.print_json_line(event_document(event))
+
+    yield on_event
 
 
 def event_document(event: Event) -> dict[str, Any]:
@@ -33,6 +39,8 @@ def event_document(event: Event) -> dict[str, Any]:
         "time": round(time.time(), 3),
     }
     for field in fields(event):
+        if isinstance(event, FarmStarted) and field.name == "expected_seconds":
+            continue  # each unit's stands in its `unit_started`
         value = getattr(event, field.name)
         if isinstance(value, Unit):
             document |= {"bucket_name": value.shape.bucket_name, "key": value.key}

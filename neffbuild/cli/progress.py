@@ -1,10 +1,9 @@
-"""The live view of a running farm: a display on a terminal, plain lines elsewhere."""
+"""What a running farm says: a live view on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -13,12 +12,12 @@ from neffbuild.farm.outcomes import (
     Event,
     FarmStarted,
     FarmStopping,
-    Outcome,
+    FewerWorkers,
     UnitDeferred,
     UnitFinished,
     UnitStarted,
 )
-from neffbuild.report.text import seconds, size
+from neffbuild.report.text import counted, seconds, size
 
 _TAIL_LINES = 12
 """Lines of a failed unit's output that are shown with it."""
@@ -28,96 +27,52 @@ _TAIL_LINES = 12
 def farm_progress() -> Iterator[Callable[[Event], None]]:
     """What to call with each event. No ANSI and no animation when stderr is not a terminal or `CI`
     is set."""
+    lines = Lines()
     if sys.stderr.isatty() and not os.environ.get("CI"):
-        with _display() as on_event:
+        from neffbuild.cli.live import live_view
+
+        with live_view(lines) as on_event:
             yield on_event
     else:
-        yield _Lines()
+        yield lambda event: _remark(lines(event))
 
 
-class _Lines:
-    """One line per thing that happened."""
+def _remark(text: str | None) -> None:
+    if text is not None:
+        output.remark(text)
+
+
+class Lines:
+    """One line per thing that happened, None for what happens all the time."""
 
     def __init__(self) -> None:
         self._total = 0
         self._done = 0
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: Event) -> str | None:
         match event:
             case FarmStarted():
                 self._total = event.units
-                output.remark(f"{event.units} units, {event.workers} at once")
+                return f"{counted(event.units, 'unit')}, {event.workers} at once"
+            case FewerWorkers():
+                return event.reason
+            case UnitStarted(warning=str(warning)):
+                return f"{event.unit.shape.bucket_name}: {warning}"
             case UnitFinished():
                 self._done += 1
-                output.remark(f"[{self._done}/{self._total}] {_finished(event)}")
+                return f"[{self._done}/{self._total}] {_finished(event)}"
             case UnitDeferred():
-                output.remark(f"{event.unit.shape.bucket_name} deferred: {event.reason}")
+                return _deferred(event)
             case FarmStopping():
-                output.remark(_stopping(event))
-            case UnitStarted():
-                pass
+                return _stopping(event)
+        return None
 
 
-@contextmanager
-def _display() -> Iterator[Callable[[Event], None]]:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TaskID,
-        TextColumn,
-        TimeElapsedColumn,
-    )
-
-    console = Console(stderr=True)
-    running: dict[str, TaskID] = {}
-    counts = dict.fromkeys(Outcome, 0)
-    began = time.monotonic()
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
-        console=console,
-        transient=True,
-    ) as progress:
-        overall = progress.add_task("units", total=None, note="")
-
-        def on_event(event: Event) -> None:
-            match event:
-                case FarmStarted():
-                    progress.update(overall, total=event.units)
-                case UnitStarted():
-                    name = event.unit.shape.bucket_name
-                    running[event.unit.key] = progress.add_task(f"  {name}", total=None, note="")
-                case UnitDeferred():
-                    progress.remove_task(running.pop(event.unit.key))
-                case UnitFinished():
-                    if event.unit.key in running:
-                        progress.remove_task(running.pop(event.unit.key))
-                    counts[event.result.outcome] += 1
-                    progress.console.print(_finished(event), markup=False, highlight=False)
-                    progress.update(overall, advance=1, note=_note(counts, progress_total()))
-                case FarmStopping():
-                    progress.console.print(_stopping(event), markup=False, highlight=False)
-
-        def progress_total() -> float | None:
-            done = sum(counts.values())
-            total = progress.tasks[0].total
-            if not done or total is None:
-                return None
-            return (time.monotonic() - began) / done * (total - done)
-
-        yield on_event
-
-
-def _note(counts: dict[Outcome, int], left: float | None) -> str:
-    parts = [f"{counts[outcome]} {outcome.value}" for outcome in Outcome if counts[outcome]]
-    if left:
-        parts.append(f"about {seconds(left)} left")
-    return ", ".join(parts)
+def _deferred(event: UnitDeferred) -> str:
+    text = f"{event.unit.shape.bucket_name} deferred: {event.reason}"
+    if event.pause:
+        text += f"; tried again in {seconds(event.pause)}"
+    return f"{text}, with nothing beside it" if event.alone else text
 
 
 def _finished(event: UnitFinished) -> str:
@@ -146,6 +101,8 @@ def _without_frames(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _stopping(event: FarmStopping) -> str:
+    if event.failed is not None:
+        return f"{event.failed} failed: no more units are started"
     if event.cancelling:
         return "ending the units that are running"
     return "finishing the units that are running; interrupt again to end them now"

@@ -77,7 +77,7 @@ def command(
     from neffbuild.cache.transfer import pull
     from neffbuild.cli.transfer import progress_line
     from neffbuild.config.build import cache_directory
-    from neffbuild.report.text import size
+    from neffbuild.report.text import counted, size
 
     if (tag is None) == (digest is None):
         raise ConfigError("give either --tag NAME:TAG or --digest D", field="--tag")
@@ -122,7 +122,7 @@ def command(
         output.print_json(document)
     else:
         output.write(
-            f"pulled {units} units from {url} "
+            f"pulled {counted(units, 'unit')} from {url} "
             f"({pulled.blobs_copied} blobs, {size(pulled.bytes_copied)} copied)"
         )
         if pulled.manifest.missing:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from neffbuild.cli import options, output, trust
+from neffbuild.cli import options, output, tiers, trust
 from neffbuild.config.errors import ConfigError
 
 
@@ -32,15 +32,19 @@ def command(
 ) -> int:
     """Copy what is compiled of CONFIG to a store: blobs, entries, manifest, index, then the tag.
 
+    Units that are not in the local cache are fetched first from where there are any: the config's
+    remotes, then the store that is pushed to. So what shards compiled into one store is pushed from
+    anywhere.
+
     With --key the tag is signed, and so is the provenance of the manifest. Prints the digest of the
     index, which `neffbuild pull URL --digest` takes as well as the tag.
     """
     from neffbuild.cache.open import open_store
-    from neffbuild.cache.plan import store_plan_manifest
+    from neffbuild.cache.plan import Status, store_plan_manifest
     from neffbuild.cache.tag import TagRef
     from neffbuild.cache.transfer import push
     from neffbuild.cli.transfer import progress_line
-    from neffbuild.report.text import size
+    from neffbuild.report.text import counted, size
     from neffbuild.toolchain.planning import plan_config
     from neffbuild.toolchain.registry import load_toolchain
 
@@ -52,13 +56,19 @@ def command(
         )
     signing = trust.signing_key(key, public_key, config.cache)
     ref = TagRef.parse(tag, default_name=config.cache.name) if tag else None
-    store = options.local_store(config)
+    target = open_store(url)
+    tiered = tiers.with_target(tiers.tiered_store(config, None), target, config)
+    store = tiered.local
     plan = plan_config(config, load_toolchain(config.toolchain.name), store)
+    lacking = [unit.key for unit in plan.with_status(Status.MISSING) if unit.key]
+    with progress_line("fetch") as progress:
+        tiered.back_fill(lacking, progress=progress)
     manifest = store_plan_manifest(plan, store)
+    fetched = len(manifest.entries.keys() & set(lacking))
     with progress_line("push") as progress:
         pushed = push(
             store,
-            open_store(url),
+            target,
             manifest,
             ref,
             trust=trust.trust_of(config.cache, signing),
@@ -81,13 +91,16 @@ def command(
                 "expires": statement.get("expires"),
                 "signed_by": signing.keyid if signing else None,
                 "units": len(manifest.entries),
+                "units_fetched": fetched,
                 "blobs_copied": pushed.blobs_copied,
                 "bytes_copied": pushed.bytes_copied,
             }
         )
     else:
         stored, units = len(manifest.entries), len(manifest.entries) + len(manifest.missing)
-        what = f"{stored} of {units} units" if manifest.missing else f"{units} units"
+        if fetched:
+            output.write(f"fetched {fetched} units from where they were compiled")
+        what = f"{stored} of {units} units" if manifest.missing else counted(units, "unit")
         output.write(
             f"pushed {what} to {url}"
             + (f" as {ref}" if ref else "")

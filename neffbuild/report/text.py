@@ -31,9 +31,14 @@ def size(count: int | None) -> str:
     raise AssertionError("unreachable")
 
 
-def count(number: int, what: str) -> str:
-    """`1 unit is`, `2 units are`: so many of something, and the verb that goes with it."""
-    return f"{number} {what} is" if number == 1 else f"{number} {what}s are"
+def counted(number: int, what: str) -> str:
+    """`1 unit`, `2 units`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def counted_are(number: int, what: str) -> str:
+    """`1 unit is`, `2 units are`."""
+    return f"{counted(number, what)} {'is' if number == 1 else 'are'}"
 
 
 def seconds(value: float | None) -> str:
@@ -69,6 +74,6 @@ def report_text(rows: Sequence[UnitRow]) -> str:
     artifact_bytes = sum(row.artifact_bytes or 0 for row in rows)
     peak = max((row.peak_memory_bytes or 0 for row in rows), default=0)
     return (
-        f"{table}\n\n{len(rows)} units: {seconds(compile_seconds)} of compile time, "
+        f"{table}\n\n{counted(len(rows), 'unit')}: {seconds(compile_seconds)} of compile time, "
         f"{size(artifact_bytes)} of artifacts, highest peak memory {size(peak)}"
     )
