@@ -21,7 +21,8 @@ from neffbuild.config.build import (
 from neffbuild.config.documents import read_document
 from neffbuild.config.findings import Findings, nearest
 from neffbuild.config.normalise import normalise_serve
-from neffbuild.config.vllm_command import SOURCE, parse_vllm_command
+from neffbuild.config.vllm_command import parse_vllm_command
+from neffbuild.config.vllm_file import SOURCE, without_unheard
 
 _SECTIONS = ("serve", "toolchain", "cache", "farm")
 _Section = TypeVar("_Section", bound=BaseModel)
@@ -86,8 +87,9 @@ def _build(
 def _sections(document: dict[str, Any], findings: Findings) -> dict[str, dict[str, Any]]:
     """The sections of a file, `serve` always among them."""
     if "serve" not in document and "model" in document:
-        findings.notes += vllm_options.unheard_switches(document)
-        return {"serve": document}
+        heard, notes = without_unheard(document)
+        findings.notes += notes
+        return {"serve": heard}
     for name in document:
         if name not in _SECTIONS:
             findings.problem(

@@ -106,7 +106,9 @@ def _present(options: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in options.items()
-        if value is not None and not (name in vllm_options.NAMES and value in unset)
+        if value is not None
+        and not (name in vllm_options.NAMES and value in unset)
+        and not (name in vllm_options.JSON and value == "null")
     }
 
 
@@ -168,6 +170,10 @@ def _schema_fields(given: dict[str, Any], findings: Findings) -> dict[str, Any]:
             value = read(given.pop(name), f"serve.{name}", findings)
             if value is not None:
                 fields[name] = value
+    mode = fields.get("compilation_config", {}).get("mode")
+    if isinstance(mode, str) and mode.upper() in vllm_options.COMPILATION_MODES:
+        number = vllm_options.COMPILATION_MODES.index(mode.upper())
+        fields["compilation_config"] = {**fields["compilation_config"], "mode": number}
     if "model" not in fields:
         findings.problem(
             "serve.model",

@@ -13,13 +13,13 @@ from neffbuild.config.documents import parse_json_text
 MAX_INTEGER = 2**63 - 1
 """What engines and compilers hold a size in."""
 
-_WHOLE = re.compile(r"[+-]?[0-9]{1,19}")
+_WHOLE = re.compile(r"[+-]?[0-9]{1,19}|[+-]?(?=[0-9_]{1,25}\Z)[0-9]+(?:_[0-9]+)+")
 _SCALED = re.compile(r"([0-9]{1,19})(\.[0-9]{1,19})?([kKmMgGtT])")
 _POWER = {"k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def whole_number(text: str) -> int | None:
-    """The integer a text spells in decimal digits, or None."""
+    """The integer a text spells in decimal digits (`131072`, `131_072`), or None."""
     text = text.strip()
     return int(text) if _WHOLE.fullmatch(text) else None
 

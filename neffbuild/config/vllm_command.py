@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
-from typing import Any, NoReturn
+from pathlib import PurePath
+from typing import Any
 
 from neffbuild.config import vllm_options
-from neffbuild.config.documents import parse_json_text, read_document
-from neffbuild.config.errors import ConfigError
+from neffbuild.config.documents import parse_json_text
 from neffbuild.config.values import human_readable_integer, scalar, shown
-
-SOURCE = "the vllm command line"
+from neffbuild.config.vllm_file import as_words, refuse, without_config_file
 
 _NEGATIVE_NUMBER = re.compile(r"-[0-9]+|-[0-9]*\.[0-9]+")
 _USAGE = "write it as `vllm serve MODEL --option value …`"
@@ -40,14 +38,26 @@ def parse_vllm_command(words: Sequence[str]) -> VllmCommand:
 
     Raises `ConfigError` for what vLLM would refuse or ignore.
     """
-    arguments = _after_serve(words)
-    arguments, from_file, notes = _config_file(arguments)
-    reading = _Reading(dict(from_file), notes=notes)
+    arguments, file = without_config_file(_after_serve(words))
+    reading = _Reading()
+    if file is not None:
+        _require_model_in_front(arguments, file)
+        words_of_file, reading.notes = as_words(file)
+        reading.read(words_of_file)
+        if reading.model is not None:
+            refuse(
+                f"its --config file leaves the word {reading.model!r} over",
+                option="--config",
+                value=reading.model,
+                hint="an option there has more values than it takes, or is a switch with a value",
+            )
+    of_file = reading.options.get("model")
     reading.read(arguments)
+    reading.join_parts()
     options = reading.options
     if reading.model is not None:
-        if options.get("model") not in (None, from_file.get("model"), reading.model):
-            _refuse(
+        if options.get("model") not in (None, of_file, reading.model):
+            refuse(
                 f"two models are given, {reading.model!r} and --model {options['model']!r}",
                 option="--model",
                 value=options["model"],
@@ -55,7 +65,7 @@ def parse_vllm_command(words: Sequence[str]) -> VllmCommand:
             )
         options["model"] = reading.model
     if options.get("model") in (None, ""):
-        _refuse("no model is given", hint=f"{_USAGE}; an unknown option takes the word after it")
+        refuse("no model is given", hint=f"{_USAGE}; an unknown option takes the word after it")
     return VllmCommand(options, tuple(reading.notes))
 
 
@@ -63,52 +73,33 @@ def _after_serve(words: Sequence[str]) -> list[str]:
     rest = list(words)
     if len(rest) >= 3 and PurePath(rest[0]).name.startswith("python") and rest[1] == "-m":
         if not rest[2].startswith("vllm."):
-            _refuse(f"{' '.join(rest[:3])} does not start vLLM", value=rest[2], hint=_USAGE)
+            refuse(f"{' '.join(rest[:3])} does not start vLLM", value=rest[2], hint=_USAGE)
         rest = rest[3:]
         return rest[1:] if rest[:1] == ["serve"] else rest
     if rest and PurePath(rest[0]).name == "vllm":
         rest = rest[1:]
     if rest[:1] != ["serve"]:
-        _refuse("this is not a `vllm serve` command line", value=" ".join(words[:3]), hint=_USAGE)
+        refuse("this is not a `vllm serve` command line", value=" ".join(words[:3]), hint=_USAGE)
     return rest[1:]
 
 
-def _config_file(arguments: list[str]) -> tuple[list[str], dict[str, Any], list[str]]:
-    """The words without `--config FILE`, that file's options, and notes on them."""
-    written_on = next((word for word in arguments if word.startswith("--config=")), None)
-    if written_on is not None:
-        _refuse(
-            f"vLLM does not read the file of {written_on!r}",
+def _require_model_in_front(arguments: Sequence[str], file: Mapping[str, Any]) -> None:
+    """Beside `--config`, vLLM looks for the model in the file, after `--model` and in front, nowhere
+    else."""
+    named = "model" in file or any(word.partition("=")[0] == "--model" for word in arguments)
+    if not named and (not arguments or arguments[0].startswith("-")):
+        refuse(
+            "with --config, vLLM finds no model unless it stands right after `serve` or in the file",
             option="--config",
-            value=written_on,
-            hint=f"write it as two words: --config {written_on.removeprefix('--config=')}",
+            hint="write it as `vllm serve MODEL --config FILE --option value …`",
         )
-    if "--config" not in arguments:
-        return arguments, {}, []
-    if arguments.count("--config") > 1:
-        _refuse("--config is given more than once; vLLM reads one file", option="--config")
-    index = arguments.index("--config")
-    if index + 1 == len(arguments):
-        _refuse("--config needs a file name", option="--config")
-    path = Path(arguments[index + 1])
-    if path.suffix not in (".yaml", ".yml"):
-        _refuse(
-            f"--config {path}: vLLM reads .yaml and .yml files only",
-            option="--config",
-            value=str(path),
-        )
-    document = read_document(path)
-    try:
-        options = vllm_options.option_names(document, "")
-    except ConfigError as error:
-        _refuse(error.message, option="--config", value=str(path), hint=error.hint)
-    notes = vllm_options.unheard_switches(document)
-    return arguments[:index] + arguments[index + 2 :], options, notes
 
 
 @dataclass(slots=True)
 class _Reading:
-    options: dict[str, Any]
+    """Of words read so far: options, the word that stands alone, notes, and parts not yet joined."""
+
+    options: dict[str, Any] = field(default_factory=dict)
     model: str | None = None
     notes: list[str] = field(default_factory=list)
     _parts: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -129,11 +120,10 @@ class _Reading:
                 self._part(word, words)
             else:
                 self._option(word, words)
-        self._join_parts()
 
     def _positional(self, word: str) -> None:
         if self.model is not None:
-            _refuse(
+            refuse(
                 f"unexpected word {word!r}: the model is already {self.model!r}",
                 value=word,
                 hint="quote values that hold spaces",
@@ -144,41 +134,50 @@ class _Reading:
         level = word[2:].removeprefix("=")
         if not level:
             if not rest or rest[0] not in ("0", "1", "2", "3"):
-                _refuse("-O needs a level; allowed: 0, 1, 2, 3", option="-O")
+                refuse("-O needs a level; allowed: 0, 1, 2, 3", option="-O")
             level = rest.pop(0)
         self.options["optimization_level"] = scalar(level)
 
     def _option(self, word: str, rest: list[str]) -> None:
         spelled, equals, attached = word.partition("=")
-        if not equals and not spelled.startswith("--") and spelled not in vllm_options.SHORT:
+        if not equals and spelled[:2] in vllm_options.SHORT and spelled not in vllm_options.SHORT:
             # One-letter options may have their value written on: `-qawq`.
             spelled, attached = spelled[:2], spelled[2:]
         name = self._name(spelled)
         given = attached if equals or attached else None
         if name in vllm_options.SWITCHES or name.removeprefix("no_") in vllm_options.SWITCHES:
             if given is not None:
-                _refuse(
+                refuse(
                     f"{spelled} takes no value, got {given!r}",
                     option=spelled,
                     value=given,
                     hint="write --name to switch on, --no-name to switch off",
                 )
             self.options[name.removeprefix("no_")] = name in vllm_options.SWITCHES
+        elif name == "help":
+            refuse("--help prints help and starts nothing", option=spelled, hint="leave it out")
         elif name in vllm_options.LISTS:
             values = [given] if given is not None else list(_values(rest))
             if not values:
-                _refuse(f"{spelled} needs at least one value", option=spelled)
+                refuse(f"{spelled} needs at least one value", option=spelled)
             self.options[name] = [scalar(value) for value in values]
         elif name in vllm_options.NAMES - vllm_options.OPTIONAL_VALUE:
             if given is None:
                 given = next(_values(rest), None)
             if given is None:
-                _refuse(f"{spelled} needs a value", option=spelled)
+                refuse(f"{spelled} needs a value", option=spelled)
             self._value(name, given)
         else:
             self._optional_value(name, given if given is not None else next(_values(rest), None))
 
     def _value(self, name: str, text: str) -> None:
+        if text in ("", "None") and name in vllm_options.NEVER_NONE:
+            refuse(
+                f"{_dashed(name)} is {text!r}, which vLLM refuses",
+                option=_dashed(name),
+                value=text,
+                hint="leave the option out for its default",
+            )
         if name in vllm_options.REPEATED:
             self.options[name] = [*self.options.get(name, []), text]
         elif name in vllm_options.JSON:
@@ -200,7 +199,7 @@ class _Reading:
         if not equals:
             # vLLM takes the next word whatever it looks like.
             if not rest:
-                _refuse(f"{path} needs a value", option=path)
+                refuse(f"{path} needs a value", option=path)
             text = rest.pop(0)
         spelled, *keys = path.removesuffix("+").split(".")
         spelled = spelled.replace("_", "-")
@@ -209,11 +208,11 @@ class _Reading:
             value = {key: value}
         vllm_options.merge_parts(self._parts.setdefault(spelled, {}), value)
 
-    def _join_parts(self) -> None:
+    def join_parts(self) -> None:
         for spelled, value in self._parts.items():
             name = self._name(spelled)
             if name in vllm_options.NAMES - vllm_options.JSON:
-                _refuse(
+                refuse(
                     f"{spelled} is a plain value and has no parts",
                     option=spelled,
                     value=value,
@@ -228,19 +227,13 @@ class _Reading:
 
     def _name(self, spelled: str) -> str:
         if not spelled.startswith("--"):
-            if spelled not in vllm_options.SHORT:
-                _refuse(
-                    f"unknown short option {spelled!r}; allowed: "
-                    + ", ".join(["-O", *sorted(vllm_options.SHORT)]),
-                    option=spelled,
-                )
-            return vllm_options.SHORT[spelled]
+            return self._short_name(spelled)
         name = vllm_options.option_name(spelled[2:])
-        if name in vllm_options.NAMES or name.removeprefix("no_") in vllm_options.SWITCHES:
+        if name in vllm_options.NAMES or name in vllm_options.NEGATIONS:
             return name
         meant = vllm_options.full_names(name)
         if len({vllm_options.ALIASES.get(full, full) for full in meant}) > 1:
-            _refuse(
+            refuse(
                 f"{spelled} is short for several options: {', '.join(map(_dashed, meant))}",
                 option=spelled,
                 hint="write the name in full",
@@ -248,7 +241,24 @@ class _Reading:
         if meant:
             self.notes.append(f"{spelled} is read as {_dashed(meant[0])}, the only option so begun")
             return vllm_options.ALIASES.get(meant[0], meant[0])
+        if name.removeprefix("no_") in vllm_options.SWITCHES:
+            switch = _dashed(name.removeprefix("no_"))
+            refuse(f"vLLM has no {spelled}", option=spelled, hint=f"leave {switch} out")
         return name
+
+    def _short_name(self, spelled: str) -> str:
+        if spelled in vllm_options.SHORT:
+            return vllm_options.SHORT[spelled]
+        meant = [short for short in vllm_options.SHORT if short.startswith(spelled)]
+        if len(meant) != 1:
+            what = "short for several options" if meant else "unknown short option"
+            refuse(
+                f"{what} {spelled!r}; allowed: "
+                + ", ".join(sorted(meant) or ["-O", *sorted(vllm_options.SHORT)]),
+                option=spelled,
+            )
+        self.notes.append(f"{spelled} is read as {meant[0]}, the only option so begun")
+        return vllm_options.SHORT[meant[0]]
 
 
 def _is_option(word: str) -> bool:
@@ -271,14 +281,8 @@ def _part_value(path: str, text: str) -> Any:
         number = human_readable_integer(text)
         return text if number is None else number
     except ValueError as error:
-        _refuse(f"{path} is {shown(text)}: {error}", option=path, value=text)
+        refuse(f"{path} is {shown(text)}: {error}", option=path, value=text)
 
 
 def _dashed(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _refuse(
-    text: str, *, option: str | None = None, value: object = None, hint: str | None = None
-) -> NoReturn:
-    raise ConfigError(f"{SOURCE}: {text}", field=option, value=value, hint=hint)

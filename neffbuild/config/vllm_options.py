@@ -44,7 +44,15 @@ SWITCHES = frozenset(
     use_replayssm use_tqdm_on_load
     """.split()
 )
-"""Take no value; `--no-NAME` turns one off."""
+"""Take no value; `--no-NAME` turns one off where it is among `NEGATIONS`."""
+
+NEGATIONS = frozenset(f"no_{name}" for name in SWITCHES) - frozenset(
+    """
+    no_aggregate_engine_logging no_data_parallel_multi_port_external_lb no_disable_log_stats no_grpc
+    no_headless
+    """.split()
+)
+"""The ways to turn a switch off that there are."""
 
 NOT_OFF_BY_DEFAULT = frozenset(
     """
@@ -136,6 +144,16 @@ OPTIONAL_VALUE = frozenset({"hf_token"})
 
 NAMES = SWITCHES | LISTS | JSON | VALUES | REPEATED | OPTIONAL_VALUE
 
+NEVER_NONE = frozenset(
+    """
+    block_size compilation_config cp_kv_cache_interleave_size data_parallel_size
+    dcp_kv_cache_interleave_size decode_context_parallel_size dtype gpu_memory_utilization
+    kv_cache_dtype max_model_len max_num_batched_tokens max_num_seqs pipeline_parallel_size
+    tensor_parallel_size
+    """.split()
+)
+"""Of the options that the grid depends on, those that cannot be given as `None` or as nothing."""
+
 HUMAN_READABLE = frozenset(
     """
     kv_cache_memory_bytes max_model_len max_num_batched_tokens max_num_queued_tokens
@@ -143,6 +161,9 @@ HUMAN_READABLE = frozenset(
     """.split()
 )
 """Take sizes like `128k`."""
+
+COMPILATION_MODES = ("NONE", "STOCK_TORCH_COMPILE", "DYNAMO_TRACE_ONCE", "VLLM_COMPILE")
+"""Names of `compilation_config.mode`, in any case; each stands for its place here."""
 
 ALIASES = {
     "device_memory_utilization": "gpu_memory_utilization",
@@ -186,7 +207,7 @@ def option_name(text: str) -> str:
 def full_names(abbreviation: str) -> list[str]:
     """The options (`no_` forms included) whose names start with `abbreviation`: like any argparse
     parser, vLLM's takes a beginning that only one option has."""
-    spellings = [*NAMES, *ALIASES, *(f"no_{name}" for name in SWITCHES)]
+    spellings = [*NAMES, *ALIASES, *NEGATIONS]
     return sorted(name for name in spellings if name.startswith(abbreviation))
 
 
@@ -240,14 +261,3 @@ def merge_parts(target: dict[str, Any], update: Mapping[str, Any]) -> None:
             present.extend(value)
         else:
             target[key] = value
-
-
-def unheard_switches(options: Mapping[Any, Any]) -> list[str]:
-    """Notes on switches that a vLLM `--config` file turns off in vain: `vllm serve` passes only
-    `no-NAME: true` on, not `NAME: false`."""
-    return [
-        f"{key}: false in a vLLM config file does not reach vLLM; it is read as off here (write "
-        f"no-{str(key).replace('_', '-')}: true, which vLLM reads too)"
-        for key, value in options.items()
-        if value is False and option_name(str(key)) in NOT_OFF_BY_DEFAULT
-    ]

@@ -58,6 +58,9 @@ def refusal(*words: str) -> ConfigError:
         (["--hf-token", "x"], {"hf_token": "x"}),
         (["--max-num-se", "2"], {"max_num_seqs": 2}),
         (["-cc.mode=2"], {"compilation_config": {"mode": 2}}),
+        (["-c.mode=2"], {"compilation_config": {"mode": 2}}),
+        (["-t", "2", "-e"], {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        (["--kv-transfer-config.x", "1_0"], {"kv_transfer_config": {"x": 10}}),
         (
             ["--compilation-config.mode", "2", "--compilation_config.a.b", "x"],
             {"compilation_config": {"mode": 2, "a": {"b": "x"}}},
@@ -148,7 +151,12 @@ def test_a_switch_never_takes_the_next_word(name: str) -> None:
         (["vllm", "serve", "M", "--served-model-name"], "needs at least one value"),
         (["vllm", "serve", "M", "--enforce-eager=true"], "--enforce-eager takes no value"),
         (["vllm", "serve", "M", "--max-num", "2"], "--max-num-seqs"),
-        (["vllm", "serve", "M", "-zz", "1"], "unknown short option '-z'"),
+        (["vllm", "serve", "M", "-zz", "1"], "unknown short option '-zz'"),
+        (["vllm", "serve", "M", "-p", "1"], "short for several options '-p'; allowed: -pcp, -pp"),
+        (["vllm", "serve", "M", "--no-headless"], "vLLM has no --no-headless"),
+        (["vllm", "serve", "M", "--help"], "--help prints help"),
+        (["vllm", "serve", "M", "--dtype", ""], "--dtype is '', which vLLM refuses"),
+        (["vllm", "serve", "M", "--block-size=None"], "--block-size is 'None', which vLLM refuses"),
         (["vllm", "serve", "M", "-O"], "-O needs a level; allowed: 0, 1, 2, 3"),
         (["vllm", "serve", "M", "--compilation-config.mode"], "needs a value"),
         (["vllm", "serve", "M", "--max-num-seqs.x", "1"], "has no parts"),
@@ -180,7 +188,7 @@ def test_the_command_line_overrides_its_config_file(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
     file.write_text(
         "model: FILE\nmax-num-seqs: 16\nno-enforce-eager: true\nserved-model-name: [a, b]\n"
-        "compilation-config: {mode: 2}\nasync-scheduling: false\ndtype: null\n"
+        "compilation-config: {mode: 2}\nasync-scheduling: false\ndtype: bfloat16\nseed: null\n"
     )
     command = parse_vllm_command(
         ["vllm", "serve", "--dtype", "half", "--config", str(file), "--max-num-seqs", "4"]
@@ -190,9 +198,9 @@ def test_the_command_line_overrides_its_config_file(tmp_path: Path) -> None:
         "max_num_seqs": 4,
         "enforce_eager": False,
         "served_model_name": ["a", "b"],
-        "compilation_config": {"mode": 2},
-        "async_scheduling": False,
+        "compilation_config": '{"mode": 2}',
         "dtype": "half",
+        "seed": "None",
     }
     assert len(command.notes) == 1
     assert "no-async-scheduling: true" in command.notes[0]
@@ -200,8 +208,62 @@ def test_the_command_line_overrides_its_config_file(tmp_path: Path) -> None:
     assert named.options["model"] == "CLI"
 
 
+def from_file(tmp_path: Path, text: str, *words: str) -> dict[str, Any]:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    return options("--config", str(file), *words)
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "expected"),
+    [
+        ("max_num_s: 4", [], {"max_num_s": 4}),
+        ("max-num-se: 4", [], {"max_num_seqs": 4}),
+        ("max-num-seqs: [4]", [], {"max_num_seqs": 4}),
+        ("served-model-name: []", [], {}),
+        ("config: other.yaml", [], {}),
+        ("enforce-eager: false", [], {}),
+        ("no-enforce-eager: true", [], {"enforce_eager": False}),
+        ("max-model-len: 131_072", [], {"max_model_len": 131072}),
+        ("compilation-config.mode: 2", ["-cc.backend", "x"], {"compilation_config": {"backend": "x"}}),
+        (
+            "compilation-config.mode: 2",
+            ["--compilation_config.backend", "x"],
+            {"compilation_config": {"mode": 2, "backend": "x"}},
+        ),
+        ("compilation-config: {mode: 2}", ["-cc", '{"mode": 3}'], {"compilation_config": '{"mode": 3}'}),
+        ("hf-overrides.a+: '1,2'", [], {"hf_overrides": {"a": ["1", "2"]}}),
+    ],
+)  # fmt: skip
+def test_a_config_file_is_words_before_the_others(
+    tmp_path: Path, text: str, words: list[str], expected: dict[str, Any]
+) -> None:
+    if text.startswith("max_num_s:"):
+        with pytest.raises(ConfigError, match="short for several options"):
+            from_file(tmp_path, text, *words)
+    else:
+        assert from_file(tmp_path, text, *words) == {"model": "M", **expected}
+
+
+@pytest.mark.parametrize(
+    ("text", "needle"),
+    [
+        ("enforce-eager: 'true'", "leaves the word 'true' over"),
+        ("additional-config.a: [1, 128]", "leaves the word '128' over"),
+        ("max-num-seqs: null", "--max-num-seqs is 'None', which vLLM refuses"),
+    ],
+)
+def test_a_config_file_that_vllm_would_refuse(tmp_path: Path, text: str, needle: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        from_file(tmp_path, text)
+    assert needle in caught.value.message
+
+
 def test_a_bad_config_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "serve.yaml"
+    file.write_text("block-size: 32\n")
+    message = refusal("vllm", "serve", "--seed", "1", "M", "--config", str(file)).message
+    assert "no model unless it stands right after `serve`" in message
     file.write_text("model: M\nmax-num-seqs: 1\nmax_num_seqs: 2\n")
     assert "max_num_seqs is given twice" in refusal("vllm", "serve", "--config", str(file)).message
 
