@@ -6,6 +6,7 @@ Commands are imported only when they run, so `--help` costs nothing of theirs.
 from __future__ import annotations
 
 import importlib
+import keyword
 import logging
 import sys
 import traceback
@@ -26,6 +27,7 @@ _COMMANDS = {
     "compile": "Compile what is missing into the local cache.",
     "push": "Copy a compiled config to a store and name it with a tag.",
     "pull": "Fetch what a tag names into the local cache.",
+    "import": "Bring a cache, a pushed directory or a tar of one into the local cache.",
     "promote": "Make a tag name what another tag leads to, after checking it.",
     "verify": "Check artifacts against their digests and the config against its artifacts.",
     "gc": "Remove from a store what is of no use any more.",
@@ -46,7 +48,9 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        module = importlib.import_module(f"neffbuild.cli.{cmd_name.replace('-', '_')}")
+        # A module cannot be called `import`.
+        name = f"{cmd_name}_" if keyword.iskeyword(cmd_name) else cmd_name.replace("-", "_")
+        module = importlib.import_module(f"neffbuild.cli.{name}")
         command: click.Command = module.command
         return command
 

@@ -35,6 +35,7 @@ def documents(compiled: Project, tmp_path_factory: pytest.TempPathFactory) -> di
         ["push", "config.yaml", "--to", remote],
         ["pull", remote, "--tag", "default:t", "--cache", f"{remote}-cache"],
         ["verify", remote],
+        ["import", remote, "--cache", f"{remote}-imported"],
         ["keygen", "--out", f"{remote}-key"],
         ["promote", remote, "--from", "default:t", "--to", "default:stable"],
         ["diff", remote, "--from", "default:t", "--to", "default:stable"],
