@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+from pydantic_core import PydanticCustomError
 
 from neffbuild.config.errors import ConfigError
 from neffbuild.config.model import ModelConfig
@@ -62,8 +63,11 @@ class CacheConfig(_Section):
 
 
 class FarmConfig(_Section):
-    """`farm:` how compiles run. `timeout` in seconds per unit, `memory` in bytes per unit; after a
-    failure nothing more is started where `fail_fast` is set.
+    """`farm:` how compiles run. `workers` is the most units at once, by default (`auto`) as many as fit.
+    `timeout` in seconds per unit; `memory` in bytes per unit, both reserved for it and its limit;
+    `cpus` reserved per unit. Units together reserve up to `memory_fraction` of the host's memory, and
+    of its free scratch space. `retries` bounds how often a unit is tried again in a run; after a failure
+    nothing more is started where `fail_fast` is set.
 
     For the executor `ray`: `address` of the cluster (`auto`: `$RAY_ADDRESS`, else the one this machine is
     a node of); `resources`, what each unit asks for beside or instead of what the farm works out (Ray's
@@ -72,16 +76,25 @@ class FarmConfig(_Section):
     """
 
     executor: Literal["local", "ray"] = "local"
-    workers: int | None = Field(default=None, ge=1)
+    workers: int | Literal["auto"] | None = None
     timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    retries: int = Field(default=0, ge=0)
+    retries: int = Field(default=2, ge=0)
     memory: int | None = Field(default=None, gt=0)
+    memory_fraction: float = Field(default=0.9, gt=0, le=1)
+    cpus: int = Field(default=1, ge=1)
     fail_fast: bool = False
     address: _NonEmpty = "auto"
     resources: dict[_NonEmpty, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
         default_factory=dict
     )
     node_wait: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+
+    @field_validator("workers", mode="plain")
+    @classmethod
+    def _check_workers(cls, value: object) -> object:
+        if value is None or value == "auto" or (type(value) is int and value >= 1):
+            return value
+        raise PydanticCustomError("workers", "auto, or an integer of at least 1")
 
 
 @dataclass(frozen=True, slots=True)
