@@ -50,6 +50,25 @@ class Claim:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The unit at `place` of those that are due may start; it has `needs` reserved. `warning` says why it
+    may well fail."""
+
+    place: int
+    needs: Resources = Resources()
+    warning: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """No unit may start though there is a worker for one: `short` names what is short, `reason` says it
+    to a person."""
+
+    short: str
+    reason: str
+
+
 def choose(
     waiting: Sequence[Claim], free: Resources, running: Sequence[Claim], passes: int
 ) -> int | None:

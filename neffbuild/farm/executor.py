@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, Self
 
-from neffbuild.farm.outcomes import UnitDeferred, UnitResult, UnitStarted
+from neffbuild.farm.admission import Admitted, Held
+from neffbuild.farm.outcomes import UnitDeferred, UnitMemory, UnitResult, UnitStarted
+from neffbuild.farm.schedule import Waiting
 from neffbuild.farm.worker import Busy, Job
 
 
@@ -25,7 +27,7 @@ class Executor(Protocol):
         """Run a unit as soon as there is a place for it; how it ends comes from `finished`."""
         ...
 
-    def seen(self) -> Sequence[UnitStarted | UnitDeferred]:
+    def seen(self) -> Sequence[UnitStarted | UnitMemory | UnitDeferred]:
         """What has happened to running units since the last call, in order. A unit starts when a
         machine takes it up, which may be long after `start`; one that lost its machine is deferred,
         and starts again."""
@@ -45,3 +47,57 @@ class Executor(Protocol):
     def cancel(self) -> None:
         """Ask every running unit to end now; how each ends comes from `finished`."""
         ...
+
+
+class Admission(Protocol):
+    """Which units an executor has room for."""
+
+    @property
+    def workers(self) -> int:
+        """The most units that run at once."""
+        ...
+
+    @property
+    def asked(self) -> int:
+        """How many were asked for."""
+        ...
+
+    @property
+    def fewer(self) -> str | None:
+        """Why those are fewer than were asked for; None when they are not."""
+        ...
+
+    def admit(self, due: Sequence[Waiting]) -> Admitted | Held | None:
+        """Reserve room for one of the units that are `due`, in their order. `Held` where there is none,
+        None where nothing is due or all workers are at work."""
+        ...
+
+    def release(self, key: str) -> None:
+        """The unit of this key runs no longer."""
+        ...
+
+    def watch(self) -> None:
+        """Called again and again while units run."""
+        ...
+
+
+class SlotAdmission:
+    """For a place that finds room itself: as many units as there are workers for."""
+
+    fewer = None
+
+    def __init__(self, workers: int) -> None:
+        self.workers = self.asked = workers
+        self._running: set[str] = set()
+
+    def admit(self, due: Sequence[Waiting]) -> Admitted | None:
+        if not due or len(self._running) >= self.workers:
+            return None
+        self._running.add(due[0].unit.key)
+        return Admitted(0, due[0].claim.needs)
+
+    def release(self, key: str) -> None:
+        self._running.discard(key)
+
+    def watch(self) -> None:
+        """Its executor does."""

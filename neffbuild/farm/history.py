@@ -76,7 +76,9 @@ def expectations(
 
     def expected(figure: str, prior_figure: Callable[[Shape], float]) -> dict[str, float]:
         own = {
-            key: value for key, one in measured.items() if (value := getattr(one, figure)) is not None
+            key: value
+            for key, one in measured.items()
+            if (value := getattr(one, figure)) is not None
         }
         neighbours = [
             Sample(one.shape, value)
@@ -98,21 +100,23 @@ def expectations(
 
 def _measured(unit: Mapping[str, Any]) -> Measured | None:
     """What a record of a unit says, or None where nothing was measured."""
-    peak = unit.get("peak_memory_bytes")
-    shape = unit.get("shape")
-    common = {
-        "key": str(unit["key"]),
-        "kin": unit.get("kin"),
-        "shape": shape_from_document(shape) if shape else None,
-    }
+    peak, shape = unit.get("peak_memory_bytes"), unit.get("shape")
+    seconds = memory = scratch = None
     if unit["outcome"] == Outcome.BUILT and unit.get("compile_seconds"):
-        scratch = unit.get("scratch_bytes")
-        return Measured(
-            **common,
-            seconds=float(unit["compile_seconds"]),
-            memory=float(peak) if peak else None,
-            scratch=float(scratch) if scratch else None,
-        )
-    if unit.get("cause_kind") == CauseKind.OUT_OF_MEMORY and peak:
-        return Measured(**common, seconds=None, memory=peak * GROWTH_AFTER_OOM, scratch=None)
-    return None
+        seconds, memory, scratch = unit["compile_seconds"], peak, unit.get("scratch_bytes")
+    elif unit.get("cause_kind") == CauseKind.OUT_OF_MEMORY and peak:
+        memory = peak * GROWTH_AFTER_OOM
+    if not (seconds or memory):
+        return None
+    return Measured(
+        key=str(unit["key"]),
+        kin=unit.get("kin"),
+        shape=shape_from_document(shape) if shape else None,
+        seconds=_positive(seconds),
+        memory=_positive(memory),
+        scratch=_positive(scratch),
+    )
+
+
+def _positive(figure: Any) -> float | None:
+    return float(figure) if figure else None

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from neffbuild.config.errors import ToolchainRefusal
@@ -24,6 +23,7 @@ from neffbuild.farm.outcomes import (
     Cause,
     Outcome,
     UnitDeferred,
+    UnitMemory,
     UnitResult,
     UnitStarted,
     lost_worker,
@@ -60,19 +60,14 @@ class LocalExecutor:
         self._folder = folder
         self._environment = {**environment, "TMPDIR": str(folder)}
         self._running: dict[Connection, _Running] = {}
-        self._seen: list[UnitStarted | UnitDeferred] = []
+        self._seen: list[UnitStarted | UnitMemory | UnitDeferred] = []
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         for connection in self._running:
             connection.close()  # for its supervisor this is the end of the farm
         self._stop_server()
@@ -87,8 +82,8 @@ class LocalExecutor:
         self._start(_Running(job))
         self._seen.append(UnitStarted(job.unit))
 
-    def seen(self) -> list[UnitStarted | UnitDeferred]:
-        """What has started since the last call."""
+    def seen(self) -> list[UnitStarted | UnitMemory | UnitDeferred]:
+        """What has started since the last call, and how much memory it takes."""
         seen, self._seen = self._seen, []
         return seen
 
@@ -115,7 +110,9 @@ class LocalExecutor:
             if isinstance(message, Started):
                 self._running[connection].worker = message.worker
             elif isinstance(message, Sampled):
-                self._running[connection].resident = message.resident
+                running = self._running[connection]
+                running.resident = message.resident
+                self._seen.append(UnitMemory(running.job.unit, message.resident))
             elif message is not None:
                 connection.close()
                 ended.append((self._running.pop(connection).job, message))

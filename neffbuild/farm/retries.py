@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from neffbuild.farm.outcomes import Cause, CauseKind
+from neffbuild.farm.admission import Claim
+from neffbuild.farm.outcomes import Cause, CauseKind, UnitResult
 
 TRANSIENT = frozenset({CauseKind.LOST_WORKER, CauseKind.STORE})
 """Failures that say more about the moment than about the unit: tried again after a pause."""
@@ -47,3 +48,12 @@ def retry_of(
     if cause.kind in CROWDED and not was_alone and not over_own_limit:
         return Retry(0.0, alone=True)
     return None
+
+
+def enlarged(claim: Claim, failed: UnitResult) -> Claim:
+    """What a unit reserves when it is tried again: after it ran out of memory twice its peak, or twice
+    what it had reserved where that is more."""
+    if failed.cause is None or failed.cause.kind is not CauseKind.OUT_OF_MEMORY:
+        return claim
+    memory = 2 * max(claim.needs.memory, failed.peak_memory_bytes or 0)
+    return replace(claim, needs=replace(claim.needs, memory=memory))

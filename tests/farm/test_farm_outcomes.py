@@ -86,10 +86,10 @@ def test_a_failure_that_may_pass_is_retried_after_the_others(folder: Path) -> No
     assert started[-1] == "decode_b3_ctx128"
 
 
-def test_retries_end(folder: Path) -> None:
+def test_a_unit_that_dies_alone_too_is_given_up(folder: Path) -> None:
     farmtools.order(folder, b1="kill_itself")
     assert farmtools.run(folder, 1, retries=2).counts["failed"] == 1
-    assert len(farmtools.journal(folder)) == 3
+    assert len(farmtools.journal(folder)) == 2
 
 
 def test_a_timeout_ends_the_tree_and_frees_the_lock(folder: Path) -> None:
@@ -176,6 +176,9 @@ def test_the_run_is_recorded_and_validates(folder: Path) -> None:
     farmtools.order(folder, b2="raise")
     result = farmtools.run(folder, 3)
     ((_, recorded),) = read_runs(DirectoryStore(folder / "store"))
+    shapes = [unit.pop("shape") for unit in recorded["units"]]
+    assert [shape["num_seqs"] for shape in shapes] == [1, 2, 3]
+    assert len({unit.pop("kin") for unit in recorded["units"]}) == 1
     assert recorded == result.document()
     jsonschema.validate(recorded, json.loads(SCHEMA.read_text()))
     built = recorded["units"][0]
@@ -183,6 +186,8 @@ def test_the_run_is_recorded_and_validates(folder: Path) -> None:
     assert built["cpu_seconds"] > 0
     assert built["peak_memory_bytes"] > 1 << 20
     assert built["artifact_bytes"] == 64 * 64 + 2
+    assert built["scratch_bytes"] >= 64 * 64
+    assert built["attempts"] == 1
 
 
 def test_a_toolchain_whose_preload_starts_threads_is_refused(folder: Path) -> None:

@@ -6,7 +6,6 @@ import errno
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import farmtools
@@ -20,10 +19,8 @@ from neffbuild.farm import processes
 from neffbuild.farm.environment import worker_environment
 from neffbuild.farm.logfile import HALF_BYTES, UnitLog, log_tail
 from neffbuild.farm.outcomes import CauseKind, cause_of_exception, cause_of_exit
-from neffbuild.farm.schedule import expected_seconds, longest_first, work
+from neffbuild.farm.schedule import longest_first
 from neffbuild.farm.scratch import farm_folder, farms_directory, remove_abandoned
-from neffbuild.grid.shapes import DecodeShape, Family, PrefillShape
-from neffbuild.toolchain.base import Unit
 
 AMBIENT = {
     "PATH": "/bin",
@@ -58,51 +55,10 @@ def test_a_keyed_variable_wins_over_what_the_farm_sets() -> None:
     assert worker_environment({}, {"OMP_NUM_THREADS": "4"}, "/cache")["OMP_NUM_THREADS"] == "4"
 
 
-shapes = st.one_of(
-    st.builds(
-        DecodeShape,
-        st.just(Family.TARGET),
-        st.integers(1, 64),
-        st.integers(1, 8),
-        st.integers(1, 1024).map(lambda n: n * 128),
-    ),
-    st.builds(
-        PrefillShape, st.just(Family.PREFILL), st.integers(1, 8192), st.sampled_from([0, 2048])
-    ),
-)
-
-
-@st.composite
-def units_and_times(draw: st.DrawFn) -> tuple[list[Unit], dict[str, float]]:
-    (unit,) = farmtools.make_units(Path("/nowhere"), 1)
-    units = [
-        replace(unit, shape=shape, key=f"{number:064x}")
-        for number, shape in enumerate(draw(st.lists(shapes, unique=True, max_size=12)))
-    ]
-    keys = draw(st.lists(st.sampled_from([u.key for u in units]), unique=True)) if units else []
-    return units, {key: draw(st.floats(0.1, 1e4)) for key in keys}
-
-
-@given(units_and_times())
-def test_units_start_longest_expected_first(case: tuple[list[Unit], dict[str, float]]) -> None:
-    units, measured = case
-    ordered = longest_first(units, measured)
-    assert sorted(u.key for u in ordered) == sorted(u.key for u in units)
-    expected = expected_seconds(units, measured)
-    times = [expected[unit.key] for unit in ordered]
-    assert times == sorted(times, reverse=True)
-    assert {key: expected[key] for key in measured} == measured
-    unmeasured = [unit for unit in units if unit.key not in measured]
-    for one in unmeasured:
-        for other in unmeasured:
-            if work(one.shape) < work(other.shape):
-                assert expected[one.key] < expected[other.key]
-
-
-def test_a_unit_never_built_is_scaled_from_its_neighbours() -> None:
-    units = farmtools.make_units(Path("/nowhere"), 3)
-    measured = {units[0].key: 10.0, units[1].key: 20.0}
-    assert expected_seconds(units, measured)[units[2].key] == pytest.approx(30.0)
+def test_units_start_longest_expected_first() -> None:
+    units = farmtools.make_units(Path("/nowhere"), 4)
+    expected = dict(zip([unit.key for unit in units], [2.0, 9.0, 2.0, 5.0], strict=True))
+    assert longest_first(units, expected) == [units[1], units[3], units[0], units[2]]
 
 
 @given(st.lists(st.binary(max_size=300).map(lambda data: data * 2000), max_size=12))

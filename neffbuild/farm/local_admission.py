@@ -1,0 +1,214 @@
+"""Which units this host has room for, beside those of its other farms, and which must go when it has not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from neffbuild.config.build import FarmConfig
+from neffbuild.farm.admission import (
+    Admitted,
+    Claim,
+    Held,
+    Holding,
+    Resources,
+    choose,
+    free_resources,
+    must_yield,
+    to_be_ended,
+)
+from neffbuild.farm.host import Host
+from neffbuild.farm.local import LocalExecutor
+from neffbuild.farm.outcomes import over_host_memory
+from neffbuild.farm.reservations import FarmClaims, Reservations
+from neffbuild.farm.schedule import Waiting
+
+_WATCH_SECONDS = 0.2
+_STATE_SECONDS = 1.0
+"""How often the other farms are told what units of this one hold."""
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A running unit: what it holds, and when it is expected to end on the monotonic clock."""
+
+    holding: Holding
+    ends: float
+
+
+class LocalAdmission:
+    """Admits what `executor` may run in the farm's own `folder` on `host`, and ends what it may not run
+    on with."""
+
+    def __init__(
+        self, host: Host, folder: Path, executor: LocalExecutor, farm: FarmConfig, units: int
+    ) -> None:
+        self._host = host
+        self._folder = folder
+        self._executor = executor
+        self._reservations = Reservations(folder)
+        self._cpus = host.cpus
+        self._total = host.total_memory
+        self._fraction = farm.memory_fraction
+        self._unit_cpus = farm.cpus
+        by_cpus = max(1, self._cpus // farm.cpus)
+        asked = by_cpus if farm.workers in (None, "auto") else int(farm.workers)
+        self.asked = min(asked, units)
+        self.workers = min(self.asked, by_cpus)
+        self._running: dict[str, _Held] = {}
+        self._first = ""
+        self._passes = 0
+        self._watched = self._stated = 0.0
+
+    @property
+    def fewer(self) -> str | None:
+        """Why fewer units than asked for will run at once however small they are, or None."""
+        if self.workers == self.asked:
+            return None
+        return (
+            f"{self.asked} workers asked for; {self.workers} run at once: this host has "
+            f"{_counted(self._cpus, 'CPU core')}, {self._unit_cpus} for each"
+        )
+
+    def admit(self, due: Sequence[Waiting]) -> Admitted | Held | None:
+        """The place in `due` of a unit that may start now; its resources are reserved. Else why none may;
+        None where nothing is due, or all workers are at work."""
+        if not due or len(self._running) >= self.workers:
+            return None
+        with self._reservations.exclusive() as others:
+            if others is None:
+                return Held("farms", "another farm on this host does not let go of their lock")
+            decision = self._decide(due, others)
+            waits = isinstance(decision, Held)
+            self._state(FarmClaims(self._holdings(), waiting=waits))
+        return decision
+
+    def release(self, key: str) -> None:
+        """The unit of this key has ended."""
+        self._running.pop(key, None)
+        self._state(FarmClaims(self._holdings()))
+
+    def watch(self) -> None:
+        """Look at the memory that running units take; end one before the host runs out of it."""
+        now = time.monotonic()
+        if now < self._watched + _WATCH_SECONDS:
+            return
+        self._watched = now
+        for key, resident in self._executor.resident().items():
+            if key in self._running:
+                held = self._running[key]
+                self._running[key] = replace(held, holding=replace(held.holding, resident=resident))
+        available = self._host.available_memory()
+        holdings = self._holdings()
+        if to_be_ended(holdings, available, self._total) is not None:
+            everyones = [h for farm in self._reservations.others() for h in farm.holdings]
+            chosen = to_be_ended([*holdings, *everyones], available, self._total)
+            self._end(chosen, available)
+        elif now > self._stated + _STATE_SECONDS:
+            self._state(FarmClaims(holdings))
+
+    def _decide(self, due: Sequence[Waiting], others: Sequence[FarmClaims]) -> Admitted | Held:
+        if must_yield(len(self._running), any(farm.starved for farm in others)):
+            return Held("farms", "another farm on this host waits for its first unit to find room")
+        holdings = [*self._holdings(), *(h for farm in others for h in farm.holdings)]
+        free_scratch = int(self._host.free_scratch(self._folder) * self._fraction)
+        budget = Resources(self._cpus, int(self._total * self._fraction), free_scratch)
+        free = free_resources(budget, holdings, self._host.available_memory(), free_scratch)
+        claims = [self._claim(waiting, budget) for waiting in due]
+        place = choose(claims, free, self._ahead(), self._passed(due[0]))
+        warning = None
+        if place is None:
+            if holdings:
+                return self._held(claims[0], free, budget, due[0])
+            # Expectations may be wrong, and nothing will ever make more room than there is now.
+            place, warning = 0, self._warning(claims[0], free, due[0])
+        if place > 0:
+            self._passes += 1
+        waiting, claim = due[place], claims[place]
+        holding = Holding(f"{self._folder.name}/{waiting.unit.key}", claim.needs)
+        self._running[waiting.unit.key] = _Held(holding, time.monotonic() + claim.seconds)
+        return Admitted(place, claim.needs, warning)
+
+    def _claim(self, waiting: Waiting, budget: Resources) -> Claim:
+        """What the unit reserves: everything where it is to run alone."""
+        return replace(waiting.claim, needs=budget) if waiting.alone else waiting.claim
+
+    def _ahead(self) -> list[Claim]:
+        now = time.monotonic()
+        return [
+            Claim(held.holding.needs, max(0.0, held.ends - now)) for held in self._running.values()
+        ]
+
+    def _passed(self, first: Waiting) -> int:
+        """How many units have started before the one that is now first."""
+        if first.unit.key != self._first:
+            self._first, self._passes = first.unit.key, 0
+        return self._passes
+
+    def _held(self, claim: Claim, free: Resources, budget: Resources, first: Waiting) -> Held:
+        name = first.unit.shape.bucket_name
+        running = len(self._running)
+        head = f"{self.asked} workers asked for; {running} run: "
+        short = claim.needs.shortage(free)
+        if first.alone:
+            return Held("alone", f"{head}{name} is tried again alone")
+        if short == "cpus":
+            return Held(
+                "cpus", f"{head}all {_counted(self._cpus, 'CPU core')} of this host are taken"
+            )
+        if short == "memory":
+            return Held(
+                "memory",
+                f"{head}{name} needs {_gib(claim.needs.memory)} of memory, "
+                f"{_gib(free.memory)} of the {_gib(budget.memory)} for compiles are free",
+            )
+        return Held(
+            "scratch",
+            f"{head}{name} needs {_gib(claim.needs.scratch)} of scratch space, "
+            f"{_gib(free.scratch)} are free",
+        )
+
+    def _warning(self, claim: Claim, free: Resources, first: Waiting) -> str | None:
+        short = claim.needs.shortage(free)
+        if first.alone or short is None:
+            return None
+        if short == "cpus":
+            return f"expected to use {claim.needs.cpus} CPU cores; this host has {self._cpus}"
+        what, wanted, there = (
+            ("memory", claim.needs.memory, free.memory)
+            if short == "memory"
+            else ("scratch space", claim.needs.scratch, free.scratch)
+        )
+        return (
+            f"expected to need {_gib(wanted)} of {what}; this host has {_gib(there)} to give: "
+            "started alone"
+        )
+
+    def _end(self, chosen: Holding | None, available: int) -> None:
+        for key, held in self._running.items():
+            if held.holding == chosen:
+                cause = over_host_memory(
+                    held.holding.resident, held.holding.needs.memory, available
+                )
+                self._executor.end(key, cause)
+                self._running[key] = replace(held, holding=replace(held.holding, ending=True))
+                self._state(FarmClaims(self._holdings()))
+                return
+
+    def _holdings(self) -> tuple[Holding, ...]:
+        return tuple(held.holding for held in self._running.values())
+
+    def _state(self, claims: FarmClaims) -> None:
+        self._stated = time.monotonic()
+        self._reservations.write(claims)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _gib(size: int) -> str:
+    return f"{max(0, size) / _GIB:.1f} GiB"
