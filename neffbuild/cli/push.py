@@ -14,7 +14,13 @@ from neffbuild.config.errors import ConfigError
 @click.command(name="push")
 @options.config_arguments
 @options.cache_option
-@click.option("--to", "url", metavar="URL", help="Where to (default: the first `rw` remote).")
+@tiers.remote_option
+@click.option(
+    "--to",
+    "url",
+    metavar="URL",
+    help="Where to (default: the remote; of several the first that is `rw`).",
+)
 @click.option("--tag", metavar="NAME:TAG", help="Tag to set; NAME defaults to `cache.name`.")
 @click.option("--allow-partial", is_flag=True, help="Push even if units are missing.")
 @trust.signing_options
@@ -22,6 +28,7 @@ from neffbuild.config.errors import ConfigError
 def command(
     words: tuple[str, ...],
     cache: Path | None,
+    remote: str | None,
     url: str | None,
     tag: str | None,
     allow_partial: bool,
@@ -32,9 +39,8 @@ def command(
 ) -> int:
     """Copy what is compiled of CONFIG to a store: blobs, entries, manifest, index, then the tag.
 
-    Units that are not in the local cache are fetched first from where there are any: the config's
-    remotes, then the store that is pushed to. So what shards compiled into one store is pushed from
-    anywhere.
+    What is not in the local cache and a remote has is fetched first: what shards have compiled into one
+    remote can be pushed from any machine.
 
     With --key the tag is signed, and so is the provenance of the manifest. Prints the digest of the
     index, which `neffbuild pull URL --digest` takes as well as the tag.
@@ -49,15 +55,17 @@ def command(
     from neffbuild.toolchain.registry import load_toolchain
 
     config = options.only_config(words, cache)
-    url = url or next((one.url for one in config.cache.remotes if one.mode == "rw"), None)
+    rw = (one.url for one in config.cache.remotes if one.mode == "rw")
+    url = url or remote or next(rw, None)
     if url is None:
         raise ConfigError(
-            "no store to push to", field="--to", hint="give --to URL, or a `cache.remotes` entry"
+            "no store to push to",
+            field="--to",
+            hint="give --to URL, --remote URL, or a `cache.remotes` entry",
         )
     signing = trust.signing_key(key, public_key, config.cache)
     ref = TagRef.parse(tag, default_name=config.cache.name) if tag else None
-    target = open_store(url)
-    tiered = tiers.with_target(tiers.tiered_store(config, None), target, config)
+    tiered = tiers.tiered_store(config, remote)
     store = tiered.local
     plan = plan_config(config, load_toolchain(config.toolchain.name), store)
     lacking = [unit.key for unit in plan.with_status(Status.MISSING) if unit.key]
@@ -68,7 +76,7 @@ def command(
     with progress_line("push") as progress:
         pushed = push(
             store,
-            target,
+            open_store(url),
             manifest,
             ref,
             trust=trust.trust_of(config.cache, signing),
@@ -99,7 +107,7 @@ def command(
     else:
         stored, units = len(manifest.entries), len(manifest.entries) + len(manifest.missing)
         if fetched:
-            output.write(f"fetched {fetched} units from where they were compiled")
+            output.write(f"fetched {counted(fetched, 'unit')} from where they were compiled")
         what = f"{stored} of {units} units" if manifest.missing else counted(units, "unit")
         output.write(
             f"pushed {what} to {url}"
