@@ -91,7 +91,7 @@ def _document(source: str, imported: Imported) -> dict[str, Any]:
 
 
 def _text(source: str, imported: Imported) -> str:
-    from neffbuild.report.text import size
+    from neffbuild.report.text import counted, size
 
     lines = [f"{one.kind.value} {one.key}: {one.detail}" for one in imported.problems]
     if len(lines) > _SHOWN:
@@ -99,17 +99,18 @@ def _text(source: str, imported: Imported) -> str:
     entries = imported.entries
     present = entries.whole - entries.imported
     lines.append(
-        f"imported {entries.imported} units from {source} "
-        f"({imported.blobs_copied} blobs, {size(imported.bytes_copied)} copied)"
+        f"imported {counted(entries.imported, 'unit')} from {source} "
+        f"({counted(imported.blobs_copied, 'blob')}, {size(imported.bytes_copied)} copied)"
         + (f"; {present} were here already" if present else "")
     )
     lines.append(
-        f"and {imported.manifests.imported} manifests, {imported.configs.imported} configs' pointers, "
-        f"{imported.runs.imported} run records"
+        f"and {counted(imported.manifests.imported, 'manifest')} "
+        f"(pointed to by {counted(imported.configs.imported, 'config')}), "
+        f"{counted(imported.runs.imported, 'run record')}"
     )
     if imported.unsigned:
         lines.append(
-            f"left out: {imported.unsigned} units that no signed manifest names (signatures are required)"
+            f"left out: {counted(imported.unsigned, 'unit')} that no signed manifest names (signatures are required)"
         )
     if imported.problems:
         lines.append("next: import from another copy, or pull or compile what is missing")
