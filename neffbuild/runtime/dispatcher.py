@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from neffbuild.config.errors import ConfigError
 from neffbuild.grid.bucketer import Bucketer, QueryLenSupport
 from neffbuild.grid.select import (
+    IDLE,
     PostTransferPolicy,
     Row,
     Step,
@@ -29,6 +31,7 @@ from neffbuild.grid.shapes import DecodeShape, Family
 from neffbuild.models.decode import DraftInputs, StepInputs, draft_inputs, step_inputs
 from neffbuild.runtime.block_table import TrimmedBlockTable, head_trim, new_trimmed
 from neffbuild.runtime.loader import Loader
+from neffbuild.runtime.step_sync import StepSync
 from neffbuild.toolchain.base import BoundExecutable
 
 
@@ -117,8 +120,10 @@ class Dispatcher:
         loader: Loader,
         tensors: Mapping[str, Tensor],
         draft_tensors: Mapping[str, Tensor] | None = None,
+        sync: StepSync | None = None,
     ) -> None:
         self._bucketer = bucketer
+        self._sync = sync or StepSync(None)
         self._loader = loader
         self._tensors = tensors
         self._draft_tensors = draft_tensors or {}
@@ -132,8 +137,25 @@ class Dispatcher:
                 self.program(shape)
 
     def select(self, step: Step) -> StepShapes:
-        """The shapes a step runs in. Raises `AboveLadder` for a step no program holds."""
+        """The shapes a step runs in on a rank whose steps are its own.
+
+        Raises `AboveLadder` for a step no program holds, `ConfigError` on a rank whose peers' steps
+        count too.
+        """
+        if self._sync.active:
+            raise ConfigError(
+                "the data-parallel ranks run each step in the same programs, and this one was not prepared",
+                field="prepared",
+                hint="hand over what `Dispatcher.prepare` returned for the step's number",
+            )
         return select_shapes(self._bucketer, step_state(self._bucketer, step))
+
+    def prepare(self, number: int, step: Step | None = None) -> StepShapes:
+        """The shapes of step `number`, the same on every data-parallel rank; `step` is what this one has
+        of it, None when it is idle. Raises as `StepSync.prepare` does, and `AboveLadder` on every rank
+        when some rank's part fits no program."""
+        own = step_state(self._bucketer, step) if step is not None and step.rows else IDLE
+        return select_shapes(self._bucketer, self._sync.prepare(number, own))
 
     def program(self, shape: DecodeShape) -> Program:
         """The program of a shape, loaded when first asked for. Raises as `Loader.load` does, and
@@ -143,15 +165,16 @@ class Dispatcher:
             program = self._programs[shape] = self._bind(shape)
         return program
 
-    def run(self, batch: DecodeBatch) -> StepResult:
+    def run(self, batch: DecodeBatch, prepared: StepShapes | None = None) -> StepResult:
         """Run the target's part of a decode step; keys and values are written into the KV caches in
-        place, those of tokens that come to nothing too.
+        place, those of tokens that come to nothing too. `prepared` are the step's shapes where its
+        number was prepared.
 
         Raises `AboveLadder` for a step no program holds, `MissingUnit` for one whose program is not
         stored, `ConfigError` for a batch with a prefill row (no decode program computes it).
         """
         step = Step(batch.rows, batch.post_transfer_policy, batch.force_without_spec)
-        shapes = self.select(step)
+        shapes = prepared or self.select(step)
         if shapes.target is None:
             raise ConfigError(
                 "the batch holds a prefill row, which no decode program computes",
@@ -165,6 +188,18 @@ class Dispatcher:
         ]
         outputs = self.run_in(self.program(shapes.target), batch._replace(rows=rows))
         return StepResult(shapes, verified, outputs)
+
+    def run_idle(self, prepared: StepShapes) -> None:
+        """An idle rank's part of a step: the same programs as its peers run, over pad rows only, which
+        write to the null slot. Nothing runs in a step that is no decode step."""
+        for shape in (prepared.target, prepared.draft):
+            if shape is not None:
+                program = self.program(shape)
+                head_trim(
+                    torch.zeros(0, program.block_table.block_table.shape[1]), program.block_table
+                )
+                self._place(program.views, np.zeros(0, np.int64), np.zeros(0, np.int32))
+                _named_outputs(program, 0)
 
     def run_in(self, program: Program, batch: DecodeBatch) -> dict[str, Tensor]:
         """Run one decode step in a given program that is large enough for it, every draft of every row

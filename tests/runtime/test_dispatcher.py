@@ -17,10 +17,11 @@ from neffbuild.config.errors import (
     MissingUnit,
     ToolchainRefusal,
 )
-from neffbuild.grid.select import Row, Step
+from neffbuild.grid.select import IDLE, Row, Step, StepState
 from neffbuild.models.decode import named_kv_caches
 from neffbuild.runtime.dispatcher import Dispatcher
 from neffbuild.runtime.loader import Loader, config_manifest
+from neffbuild.runtime.step_sync import StepSync
 from neffbuild.toolchain.registry import load_toolchain
 
 # num_computed_tokens of the longest row → the context it must run in. A step needs one position more.
@@ -205,3 +206,48 @@ def test_a_damaged_program_is_never_opened(own_served):
     with pytest.raises(IntegrityError):
         loader.load(target)
     assert loader.load(samples.shape(4, 128))
+
+
+def test_a_prepared_step_runs_in_the_shapes_of_its_peers(served, programs):
+    """Another rank's rows are longer and more: this one's step runs in their program, and is the same."""
+    requests = samples.Requests(served.config, [100])
+    expected = requests.reference_logits()
+    sync = Synced(StepState(3, 300))
+    dispatcher = Dispatcher(served.bucketer, programs, requests.tensors, sync=sync)
+    batch = requests.batch()
+    with pytest.raises(ConfigError, match="this one was not prepared"):
+        dispatcher.run(batch)
+    prepared = dispatcher.prepare(0, Step(batch.rows))
+    result = dispatcher.run(batch, prepared)
+    assert result.shapes.target == samples.shape(4, 512)
+    torch.testing.assert_close(result.outputs["logits"], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_idle_rank_runs_its_peers_program_and_writes_to_the_null_block_alone(served, programs):
+    requests = samples.Requests(served.config, [100, 101, 102, 103])
+    sync = Synced(IDLE)
+    dispatcher = Dispatcher(served.bucketer, programs, requests.tensors, sync=sync)
+    dispatcher.run(requests.batch(), dispatcher.prepare(0, Step(requests.batch().rows)))
+    before = {name: kept.clone() for name, kept in requests.tensors.items() if "cache" in name}
+    assert before
+    idle = dispatcher.prepare(1)
+    assert idle.target == samples.shape(1, 128)
+    dispatcher.run_idle(idle)
+    dispatcher.run_idle(dispatcher.prepare(2, Step([Row(100), Row(101)])))
+    for name, kept in before.items():
+        assert torch.equal(requests.tensors[name][1:], kept[1:]), name
+
+
+class Synced(StepSync):
+    """A rank whose one peer has the same in every step."""
+
+    def __init__(self, peer: StepState) -> None:
+        super().__init__(None)
+        self._peer = peer
+
+    @property
+    def active(self) -> bool:
+        return True
+
+    def prepare(self, number: int, state: StepState = IDLE) -> StepState:
+        return super().prepare(number, StepState(*map(max, self._peer, state)))

@@ -1,0 +1,115 @@
+"""One reduce a step, so that every data-parallel rank runs it in the same programs.
+
+A rank that picked another program than its peers would meet another collective in it, and corrupt or
+hang the busy ones. So what selection depends on, a `StepState`, is reduced by elementwise MAX, and every
+later choice uses the result and configuration only.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from neffbuild.config.build import BuildConfig
+from neffbuild.config.errors import ConfigError, NeffbuildError
+from neffbuild.grid.ranks import steps_are_synced
+from neffbuild.grid.select import IDLE, StepState
+
+
+class RankLost(NeffbuildError):
+    """The reduce of a step failed: a peer is gone, or does not run the same steps."""
+
+    kind = "rank_lost"
+
+
+class StepSync:
+    """The synced state of each step, over a CPU group of the data-parallel ranks.
+
+    `group` None: this rank's own state is the step's, and nothing is ever sent. `collectives` counts the
+    reduces.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.collectives = 0
+        self._group = group
+        self._number = -1
+        self._state = IDLE
+        self._buffer = torch.zeros(len(IDLE), dtype=torch.int32)
+
+    @property
+    def active(self) -> bool:
+        """Whether steps are reduced over other ranks."""
+        return self._group is not None
+
+    @classmethod
+    def from_config(cls, config: BuildConfig, group: dist.ProcessGroup | None) -> Self:
+        """The sync of a serving rank; `group` is not used where the configuration has no step synced.
+
+        Raises `ConfigError` where it is needed and missing, has another size than
+        `data_parallel_size`, or cannot reduce tensors in host memory.
+        """
+        serve = config.serve
+        if not steps_are_synced(serve):
+            return cls(None)
+        if group is None:
+            raise ConfigError(
+                f"data_parallel_size is {serve.data_parallel_size} and the ranks' programs hold "
+                "collectives across them, but no process group was handed in",
+                field="group",
+                hint="hand in a CPU group of the data-parallel ranks: "
+                "torch.distributed.new_group(ranks, backend='gloo')",
+            )
+        if group.size() != serve.data_parallel_size:
+            raise ConfigError(
+                f"the process group has {group.size()} ranks; allowed: data_parallel_size, "
+                f"{serve.data_parallel_size}",
+                field="group",
+                value=group.size(),
+            )
+        if (backend := dist.get_backend(group)) == dist.Backend.NCCL:
+            raise ConfigError(
+                f"the process group is of backend {backend}, which reduces no tensor in host memory",
+                field="group",
+                value=backend,
+                hint="hand in a group of backend gloo",
+            )
+        return cls(group)
+
+    def prepare(self, number: int, state: StepState = IDLE) -> StepState:
+        """The synced state of step `number`, of which this rank contributes `state` (nothing to do:
+        `IDLE`).
+
+        Blocks until every rank has prepared the step. Steps are numbered upwards, alike on every rank.
+        Preparing one again (an engine that schedules ahead does, when it knows the tokens) gives what
+        was reduced the first time, whatever `state` is by then: peers do not reduce twice.
+
+        Raises `ConfigError` for a step before the last, `RankLost` when a peer is gone.
+        """
+        if number == self._number:
+            return self._state
+        if number < self._number:
+            raise ConfigError(
+                f"step {number} was prepared after step {self._number}: its peers' states are gone, and "
+                "a second reduce would pair with another step of theirs",
+                field="number",
+                value=number,
+                hint="number steps upwards, alike on every rank, idle ones included",
+            )
+        self._state = state if self._group is None else self._reduced(self._group, state)
+        self._number = number
+        return self._state
+
+    def _reduced(self, group: dist.ProcessGroup, state: StepState) -> StepState:
+        buffer = self._buffer
+        buffer.numpy()[:] = state
+        self.collectives += 1
+        try:
+            dist.all_reduce(buffer, op=dist.ReduceOp.MAX, group=group)
+        except RuntimeError as error:
+            raise RankLost(
+                f"the ranks' states of a step could not be reduced: {error}",
+                hint="a data-parallel rank has ended or does not take part; restart all of them",
+            ) from error
+        return StepState(*buffer.tolist())
