@@ -13,6 +13,7 @@ from pathlib import Path
 
 from neffbuild.cache.canonical import digest_bytes, digest_file, require_digest
 from neffbuild.cache.entry import Entry, FileRecord, entry_blobs
+from neffbuild.cache.filesystem import looks
 from neffbuild.cache.index import Index
 from neffbuild.cache.lease import leased
 from neffbuild.cache.manifest import Manifest
@@ -72,15 +73,22 @@ def index_name(digest: str) -> str:
 
 def read_entry(store: Store, key: str) -> Lookup:
     """What the store has under a key."""
-    return read_entries(store, [key])[key]
+    # By its name: a listing may be late to show what was just written.
+    document = store.read(entry_name(key))
+    return Miss() if document is None else _lookups(store, [(entry_name(key), document)])[key]
 
 
 def read_entries(store: Store, keys: Iterable[str]) -> dict[str, Lookup]:
     """What the store has under each key, in the order asked; few requests for many keys."""
     found: dict[str, Lookup] = dict.fromkeys(keys, Miss())
+    return found | _lookups(store, store.read_many(map(entry_name, found)))
+
+
+def _lookups(store: Store, documents: Iterable[tuple[str, Document]]) -> dict[str, Lookup]:
+    found: dict[str, Lookup] = {}
     entries: dict[str, Entry] = {}
     versions: dict[str, str] = {}
-    for name, document in store.read_many(map(entry_name, found)):
+    for name, document in documents:
         key = entry_key(name)
         try:
             entries[key] = Entry.from_json(document.data, expected_key=key)
@@ -210,7 +218,7 @@ def write_manifest(store: Store, manifest: Manifest) -> str:
 def read_manifest(store: Store, digest: str) -> Manifest | None:
     """A manifest by digest, or None when it is not there. Raises `IntegrityError` when what is there
     is not it."""
-    data = read_addressed(store, manifest_name(digest))
+    data = _find_addressed(store, manifest_name(digest))
     return None if data is None else Manifest.from_json(data)
 
 
@@ -224,7 +232,7 @@ def write_index(store: Store, index: Index) -> str:
 
 def read_index(store: Store, digest: str) -> Index | None:
     """An index by digest, or None when it is not there. Raises as `read_manifest` does."""
-    data = read_addressed(store, index_name(digest))
+    data = _find_addressed(store, index_name(digest))
     return None if data is None else Index.from_json(data)
 
 
@@ -243,13 +251,24 @@ def read_addressed(store: Store, name: str) -> bytes | None:
 def require_addressed(store: Store, name: str, by: str) -> bytes:
     """A document named by the digest of its content, which `by` says is there. Raises `IntegrityError`
     when it is not."""
-    data = read_addressed(store, name)
+    data = _find_addressed(store, name)
     if data is None:
         raise IntegrityError(
             f"{name}, which {by} names, is not in {store.url}",
-            hint="push again from where it was built",
+            hint="push again from where it was built; if that was just done from another host, and this "
+            "is a network file system, try again in a minute",
         )
     return data
+
+
+def _find_addressed(store: Store, name: str) -> bytes | None:
+    """`read_addressed` for a name that something else has told us: it ought to be there, and may be late
+    to show."""
+    for _ in looks():
+        data = read_addressed(store, name)
+        if data is not None:
+            return data
+    return None
 
 
 def write_addressed(store: Store, name: str, data: bytes) -> None:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from neffbuild.cache import files
+from neffbuild.cache import files, filesystem
 from neffbuild.cache.canonical import digest_bytes, is_digest
 from neffbuild.cache.lock import host_lock
 from neffbuild.cache.names import LAYOUT, NOT_DOCUMENTS, is_name, valid_name, valid_prefix
@@ -68,14 +68,14 @@ class DirectoryStore:
     def create(self, name: str, data: bytes) -> bool:
         path = self._document_path(name)
         with files.refusals("write", path):
-            if os.path.lexists(path):
+            if filesystem.is_taken(path):
                 return False
             with self._temporary() as temporary:
                 files.write_synced(temporary, data)
                 files.make_folder(path.parent)
                 created = self._create(temporary, path)
             if created:
-                files.sync_folder(path.parent)
+                filesystem.sync(path.parent)
             return created
 
     def replace(self, name: str, data: bytes, version: str) -> bool:
@@ -86,14 +86,14 @@ class DirectoryStore:
                 return False
             with self._temporary() as temporary:
                 files.write_synced(temporary, data)
-                temporary.replace(path)
-            files.sync_folder(path.parent)
+                filesystem.rename(temporary, path)
+            filesystem.sync(path.parent)
             return True
 
     def delete(self, name: str) -> None:
         path = self._document_path(name)
         with files.refusals("delete", path):
-            path.unlink(missing_ok=True)
+            filesystem.unlink(path)
 
     def list(self, prefix: str) -> Iterator[Listed]:
         folder, _, start = valid_prefix(prefix).rpartition("/")
@@ -111,7 +111,7 @@ class DirectoryStore:
         with files.refusals("read", self._blobs):
             for digest, size in sizes.items():
                 try:
-                    status = os.lstat(f"{self._blobs}/{digest[:2]}/{digest}")
+                    status = filesystem.status(f"{self._blobs}/{digest[:2]}/{digest}")
                 except FileNotFoundError:
                     continue
                 if status.st_size == size and stat.S_ISREG(status.st_mode):
@@ -121,14 +121,14 @@ class DirectoryStore:
     def put_blob(self, digest: str, source: Path) -> None:
         path = self.blob_path(digest)
         with files.refusals("read", source):
-            status = source.stat()
+            source = source.resolve()
+            status = filesystem.status(source)
         # Reading an old blob is cheap beside what it took to make the new one, and a damaged one
         # must not outlive this write.
         if self.check_blob(digest, status.st_size) is None:
             return
         with files.refusals("write", path), self._temporary() as temporary:
-            with temporary.open("xb") as file:
-                fault = files.file_fault(source.resolve(), digest, status.st_size, copy=file)
+            fault = files.copy_checked(source, digest, status.st_size, temporary)
             if fault is not None:
                 raise IntegrityError(
                     f"{source} is not the blob {digest} it was recorded as ({fault.value})",
@@ -139,8 +139,8 @@ class DirectoryStore:
     def fetch_blob(self, digest: str, size: int, destination: Path) -> None:
         path = self.blob_path(digest)
         try:
-            with files.refusals("copy", path), destination.open("wb") as file:
-                fault = files.file_fault(path, digest, size, copy=file)
+            with files.refusals("copy", path):
+                fault = files.copy_checked(path, digest, size, destination)
             if fault is not None:
                 raise IntegrityError(
                     f"blob {digest} in {self.url} is damaged or gone ({fault.value})",
@@ -148,7 +148,7 @@ class DirectoryStore:
                 )
         except BaseException:
             with contextlib.suppress(OSError):
-                destination.unlink()
+                filesystem.unlink(destination)
             raise
 
     def receive_blob(self, digest: str, size: int, mode: int, remote: BlobSource) -> None:
@@ -175,9 +175,8 @@ class DirectoryStore:
             for digest, size in blobs.items():
                 if self.check_blob(digest, size) is not None:
                     with contextlib.suppress(FileNotFoundError):
-                        self.blob_path(digest).rename(folder / digest)
-            with contextlib.suppress(OSError):
-                folder.rmdir()  # only succeeds where nothing had to be moved
+                        filesystem.rename(self.blob_path(digest), folder / digest)
+            filesystem.remove_empty_folder(folder)  # only does where nothing had to be moved
 
     def effective(self) -> dict[str, str | bool | float | None]:
         there = next(folder for folder in (self.root, *self.root.parents) if folder.exists())
@@ -190,17 +189,21 @@ class DirectoryStore:
 
     def list_blobs(self) -> Iterator[Listed]:
         with files.refusals("list", self._blobs):
-            for folder in _scan(Path(self._blobs)):
-                for item in _scan(Path(folder.path)):
-                    if is_digest(item.name) and item.is_file(follow_symlinks=False):
-                        status = item.stat(follow_symlinks=False)
-                        yield Listed(item.name, status.st_size, status.st_mtime)
+            for folder in _items(self._blobs):
+                above = f"{self._blobs}/{folder.name}"
+                for item in _items(above):
+                    if not is_digest(item.name):
+                        continue
+                    with contextlib.suppress(FileNotFoundError):
+                        status = filesystem.status(f"{above}/{item.name}")
+                        if stat.S_ISREG(status.st_mode):
+                            yield Listed(item.name, status.st_size, status.st_mtime)
 
     def list_leftovers(self) -> Iterator[Leftover]:
         for name, kind in _LEFTOVERS.items():
             with files.refusals("list", self._base / name):
-                for item in _scan(self._base / name):
-                    size, modified = _extent(Path(item.path))
+                for item in _items(self._base / name):
+                    size, modified = _extent(self._base / name / item.name)
                     if kind == "loaded":  # links to blobs
                         yield Leftover(kind, f"{name}/{item.name}", 0, modified, item.name)
                     else:
@@ -214,18 +217,18 @@ class DirectoryStore:
         for digest in digests:
             path = self.blob_path(digest)
             with files.refusals("delete", path):
-                path.unlink(missing_ok=True)
+                filesystem.unlink(path)
 
     def delete_leftover(self, leftover: Leftover) -> None:
         path = self._base / leftover.name
         with files.refusals("delete", path):
-            _remove(path)
+            filesystem.remove_tree(path)
 
     @contextlib.contextmanager
     def scratch_folder(self) -> Iterator[Path]:
         """An empty folder on the store's file system, removed at the end unless renamed away."""
         with files.refusals("write below", self._base), self._temporary() as temporary:
-            temporary.mkdir()
+            filesystem.make_folder(temporary)
             yield temporary
 
     def loaded_path(self, key: str) -> Path:
@@ -241,11 +244,7 @@ class DirectoryStore:
         for folder, leaves in by_folder.items():
             path = f"{self._base}/{folder}"
             with files.refusals("read", path):
-                try:
-                    with os.scandir(path) as scan:
-                        present = {item.name for item in scan}
-                except FileNotFoundError:
-                    continue
+                present = {item.name for item in _items(path)}
             yield from (f"{folder}/{leaf}" for leaf in present.intersection(leaves))
 
     def _document_path(self, name: str) -> Path:
@@ -260,61 +259,57 @@ class DirectoryStore:
         try:
             yield path
         finally:
-            _remove(path)
+            # What cannot be removed is for the collector, and no reason to call a write failed.
+            with contextlib.suppress(OSError):
+                filesystem.remove_tree(path)
 
     def _lock(self, path: Path) -> contextlib.AbstractContextManager[None]:
         return host_lock(str(path.resolve()), wait=_LOCK_WAIT)
 
     def _create(self, temporary: Path, path: Path) -> bool:
         try:
-            return files.link_new(temporary, path)
+            return filesystem.link(temporary, path)
         except OSError as error:
             if error.errno not in files.NO_LINKS:
                 raise
         # No hard links here: the check and the rename are one step only for this host's processes.
         # Another host may overwrite the document with an equally whole one.
         with self._lock(path):
-            if os.path.lexists(path):
+            if filesystem.is_taken(path):
                 return False
-            temporary.rename(path)
+            filesystem.rename(temporary, path)
             return True
 
     def _keep_blob(self, temporary: Path, path: Path, mode: int) -> None:
         files.copy_executable_bits(temporary, mode)
-        files.sync_file(temporary)
+        filesystem.sync(temporary)
         files.make_folder(path.parent)
-        temporary.replace(path)
-        files.sync_folder(path.parent)
+        filesystem.rename(temporary, path)
+        filesystem.sync(path.parent)
 
     def _quarantine_document(self, name: str, version: str, folder: Path) -> None:
         path = self._document_path(name)
         with self._lock(path):
             current = self.read(name)
             if current is not None and current.version == version:
-                path.rename(folder / path.name)
+                filesystem.rename(path, folder / path.name)
 
     def _list(self, folder: str, start: str) -> Iterator[Listed]:
-        try:
-            scan = os.scandir(self._base / folder)
-        except FileNotFoundError:
-            return
-        with scan:
-            for item in scan:
-                if not item.name.startswith(start) or (not folder and item.name in NOT_DOCUMENTS):
-                    continue
-                if item.is_dir(follow_symlinks=False):
-                    yield from self._list(f"{folder}{item.name}/", "")
-                elif is_name(item.name):
-                    with contextlib.suppress(FileNotFoundError):
-                        status = item.stat(follow_symlinks=False)
-                        yield Listed(f"{folder}{item.name}", status.st_size, status.st_mtime)
+        for item in _items(self._base / folder):
+            if not item.name.startswith(start) or (not folder and item.name in NOT_DOCUMENTS):
+                continue
+            if item.is_folder:
+                yield from self._list(f"{folder}{item.name}/", "")
+            elif is_name(item.name):
+                with contextlib.suppress(FileNotFoundError):
+                    status = filesystem.status(self._base / folder / item.name)
+                    yield Listed(f"{folder}{item.name}", status.st_size, status.st_mtime)
 
 
-def _scan(folder: Path) -> list[os.DirEntry[str]]:
+def _items(folder: Path | str) -> list[filesystem.Item]:
     """What is in a folder; nothing where there is none, or something else in its place."""
     try:
-        with os.scandir(folder) as scan:
-            return list(scan)
+        return filesystem.items(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -322,21 +317,12 @@ def _scan(folder: Path) -> list[os.DirEntry[str]]:
 def _extent(path: Path) -> tuple[int, float]:
     """Bytes of what lies at and below a path, and when any of it was last changed."""
     try:
-        status = path.lstat()
+        status = filesystem.status(path)
     except FileNotFoundError:
         return 0, 0.0
     size, modified = status.st_size, status.st_mtime
     if stat.S_ISDIR(status.st_mode):
-        below = [_extent(Path(item.path)) for item in _scan(path)]
+        below = [_extent(path / item.name) for item in _items(path)]
         size = sum(one[0] for one in below)
         modified = max([modified, *(one[1] for one in below)])
     return size, modified
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        import shutil
-
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

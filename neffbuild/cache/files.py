@@ -120,7 +120,7 @@ def _read_whole(path: str) -> bytes:
         # Almost always all of it; but a file server may hand out less than there is.
         parts = [os.read(descriptor, _MOST_DOCUMENTS)]
         size = len(parts[0])
-        while parts[-1] and size < _LARGEST_DOCUMENT:
+        while parts[-1] and size < LARGEST_DOCUMENT:
             parts.append(os.read(descriptor, _CHUNK))
             size += len(parts[-1])
     return b"".join(parts)
@@ -145,31 +145,23 @@ def copy_checked(source: Path, digest: str, size: int, target: Path) -> ProblemK
 def _examine(
     path: Path, digest: str, size: int, write: Callable[[bytes], None]
 ) -> ProblemKind | None:
-    opened = _open_regular(path)
-    if opened is None:
-        return ProblemKind.MISSING_BLOB
+    try:
+        opened = filesystem.confirmed(path, lambda: os.open(path, filesystem.READ_FLAGS))
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
+            return ProblemKind.MISSING_BLOB
+        raise
     with filesystem.closing(opened) as descriptor:
-        if os.fstat(descriptor).st_size != size:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            return ProblemKind.MISSING_BLOB
+        if status.st_size != size:
             return ProblemKind.BAD_SIZE
         content = hashlib.sha256()
         while chunk := os.read(descriptor, _CHUNK):
             content.update(chunk)
             write(chunk)
     return None if content.hexdigest() == digest else ProblemKind.BAD_DIGEST
-
-
-def _open_regular(path: Path) -> int | None:
-    """A descriptor of a regular file, or None when there is none under that very name."""
-    try:
-        descriptor = filesystem.asking(path, lambda: os.open(path, filesystem.READ_FLAGS))
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
-            return None
-        raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        return None
-    return descriptor
 
 
 def copy_executable_bits(path: Path, mode: int) -> None:

@@ -8,7 +8,7 @@ each other's way by leases (`neffbuild.cache.lease`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from neffbuild.cache.canonical import digest_bytes, is_digest, parse_json
@@ -105,6 +105,18 @@ def read_inventory(store: ManagedStore, claims: Claims, policy: Policy) -> Inven
     )
 
 
+def _read(store: ManagedStore, listed: Sequence[str]) -> Iterator[tuple[str, Document]]:
+    """(name, document) of what was listed. A second look may miss some on a network file system, and
+    what a missed one leads to would seem to be of no use: those are asked for by name."""
+    left = set(listed)
+    for name, document in store.read_many(listed):
+        left.discard(name)
+        yield name, document
+    for name in left:
+        if (lost := store.read(name)) is not None:
+            yield name, lost
+
+
 def _tags(store: ManagedStore) -> dict[str, str]:
     tags = {}
     for listed in store.list("tags/"):
@@ -129,7 +141,7 @@ def _tags(store: ManagedStore) -> dict[str, str]:
 def _indexes(store: ManagedStore, rooted: dict[str, str]) -> dict[str, HeldIndex]:
     listed = {entry_key(one.name): one for one in store.list("indexes/")}
     indexes = {}
-    for name, document in store.read_many([index_name(digest) for digest in _digests(listed)]):
+    for name, document in _read(store, [index_name(digest) for digest in _digests(listed)]):
         digest = entry_key(name)
         try:
             index = Index.from_json(_addressed(name, document))
@@ -149,7 +161,7 @@ def _manifests(
 ) -> dict[str, Held]:
     listed = {entry_key(one.name): one for one in store.list("manifests/")}
     manifests = {}
-    for name, document in store.read_many([manifest_name(digest) for digest in _digests(listed)]):
+    for name, document in _read(store, [manifest_name(digest) for digest in _digests(listed)]):
         digest = entry_key(name)
         try:
             manifest = Manifest.from_json(_addressed(name, document))
@@ -182,7 +194,7 @@ def _addressed(name: str, document: Document) -> bytes:
 def _entries(store: ManagedStore, used: dict[str, float]) -> dict[str, Held]:
     listed = {entry_key(one.name): one for one in store.list("entries/")}
     entries = {}
-    for name, document in store.read_many([entry_name(key) for key in _digests(listed)]):
+    for name, document in _read(store, [entry_name(key) for key in _digests(listed)]):
         key = entry_key(name)
         try:
             blobs = frozenset(entry_blobs(document.data, expected_key=key))

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from neffbuild.cache import filesystem
 from neffbuild.cache.canonical import canonical_json, parse_json
 from neffbuild.cache.files import says_unwritable
 from neffbuild.cache.store import Listed, Store
@@ -62,14 +63,22 @@ class Lease:
             )
 
     def __enter__(self) -> Lease:
-        if not self._store.create(self.name, self._data):
-            raise StoreError(f"{self.name} exists already in {self._store.url}")
+        try:
+            if not self._store.create(self.name, self._data):
+                raise StoreError(f"{self.name} exists already in {self._store.url}")
+        except StoreError:
+            # It may be there all the same: what failed can be the last step.
+            self._remove()
+            raise
         self._renewing.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._renewing.join()
+        self._remove()
+
+    def _remove(self) -> None:
         # Whoever may write and not delete leaves it to run out.
         with contextlib.suppress(StoreError):
             self._store.delete(self.name)
@@ -158,8 +167,7 @@ def collecting(store: Store) -> Iterator[tuple[Lease, Claims]]:
 
 def read_claims(store: Store, own: Lease | None = None) -> Claims:
     """The leases in a store as they are now."""
-    listed = [one for one in store.list(FOLDER) if own is None or one.name != own.name]
-    now = _now(store, own)
+    listed, now = _others(store, own) if own else (list(store.list(FOLDER)), time.time())
     documents: set[str] = set()
     blobs: set[str] = set()
     ended = []
@@ -177,29 +185,27 @@ def read_claims(store: Store, own: Lease | None = None) -> Claims:
 
 def _collector(store: Store, own: Lease) -> str | None:
     """Who else is collecting the store."""
-    others = [
-        one
-        for one in store.list(f"{FOLDER}{_COLLECT}-")
-        if one.name != own.name and _kind(one) == _COLLECT
-    ]
-    if not others:
-        return None
-    now = _now(store, own)
+    others, now = _others(store, own)
     for one in others:
-        content = _living(store, one, now)
+        content = _living(store, one, now) if _kind(one) == _COLLECT else None
         if content is not None:
             holder = content["holder"]
             return f"process {holder.get('pid')} on {holder.get('host')}"
     return None
 
 
-def _now(store: Store, own: Lease | None) -> float:
-    """The time by the store's clock, as far as a lease of ours shows it."""
-    if own is None:
-        return time.time()
-    since = time.monotonic()
-    for one in store.list(own.name):
-        return one.modified + (since - own._renewed)
+def _others(store: Store, own: Lease) -> tuple[list[Listed], float]:
+    """All leases but ours, and the time by the store's clock, as far as ours shows it.
+
+    A listing without ours is older than ours (a network file system may list late), and whoever filed a
+    lease before us could be missing as well.
+    """
+    for _ in filesystem.looks():
+        since = time.monotonic()
+        listed = {one.name: one for one in store.list(FOLDER)}
+        ours = listed.pop(own.name, None)
+        if ours is not None:
+            return list(listed.values()), ours.modified + (since - own._renewed)
     raise StoreError(f"the lease {own.name} was removed from {store.url}", hint="run it again")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import gettempdir, mkdtemp
 
-from neffbuild.cache import files
+from neffbuild.cache import files, filesystem
 from neffbuild.cache.canonical import digest_document
 from neffbuild.cache.catalog import quarantine_entry
 from neffbuild.cache.directory import DirectoryStore
@@ -85,12 +85,11 @@ def _holds(store: DirectoryStore, folder: Path, records: Mapping[str, FileRecord
 
 
 def _names_below(folder: Path, above: str = "") -> Iterator[str]:
-    with os.scandir(folder) as scan:
-        for item in scan:
-            if item.is_dir(follow_symlinks=False):
-                yield from _names_below(folder / item.name, f"{above}{item.name}/")
-            else:
-                yield f"{above}{item.name}"
+    for item in filesystem.items(folder):
+        if item.is_folder:
+            yield from _names_below(folder / item.name, f"{above}{item.name}/")
+        else:
+            yield f"{above}{item.name}"
 
 
 def _lay_out_in_store(
@@ -101,7 +100,7 @@ def _lay_out_in_store(
         files.make_folder(folder.parent)
         for _ in range(_ATTEMPTS):
             try:
-                scratch.rename(folder)
+                filesystem.rename(scratch, folder)
             except OSError as error:
                 if error.errno not in _TAKEN:
                     raise
@@ -111,7 +110,7 @@ def _lay_out_in_store(
             if _holds(store, folder, records):
                 return folder
             with store.scratch_folder() as away, contextlib.suppress(FileNotFoundError):
-                folder.rename(away / folder.name)
+                filesystem.rename(folder, away / folder.name)
     raise StoreError(f"{folder} kept changing while an entry was laid out in it")
 
 
@@ -129,11 +128,10 @@ def _lay_out_privately(store: DirectoryStore, name: str, records: Mapping[str, F
 def _lay_out(store: DirectoryStore, folder: Path, records: Mapping[str, FileRecord]) -> None:
     for name, record in records.items():
         target = folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
+        files.make_folder(target.parent)
         blob = store.blob_path(record.digest)
         if not _link(blob, target, record.mode):
-            with target.open("xb") as file:
-                fault = files.file_fault(blob, record.digest, record.size, copy=file)
+            fault = files.copy_checked(blob, record.digest, record.size, target)
             if fault is not None:
                 raise IntegrityError(f"blob {record.digest} changed while it was copied ({fault})")
             files.copy_executable_bits(target, record.mode)
@@ -142,16 +140,15 @@ def _lay_out(store: DirectoryStore, folder: Path, records: Mapping[str, FileReco
 def _link(blob: Path, target: Path, mode: int) -> bool:
     """Give the blob a second name; False where a copy is needed. A blob that is stored without execute
     permission is not linked as a program: the link would change the blob."""
-    is_program = stat.S_IMODE(blob.stat().st_mode) & 0o100
+    is_program = stat.S_IMODE(filesystem.status(blob).st_mode) & 0o100
     if mode & 0o111 and not is_program:
         return False
     try:
-        target.hardlink_to(blob)
+        return filesystem.link(blob, target)
     except OSError as error:
         if error.errno not in files.NO_LINKS:
             raise
         return False
-    return True
 
 
 def _private_folder() -> Path:

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from neffbuild.cache import files
+from neffbuild.cache import files, filesystem
 
 
 def withdraw(path: Path) -> None:
     """Remove a ready file. Raises `StoreError` when it cannot be removed."""
     with files.refusals("remove", path):
-        path.unlink(missing_ok=True)
+        filesystem.unlink(path)
 
 
 def announce(path: Path, document: Mapping[str, Any]) -> None:
@@ -28,7 +28,7 @@ def announce(path: Path, document: Mapping[str, Any]) -> None:
     with files.refusals("write", path):
         try:
             files.write_synced(temporary, text.encode())
-            temporary.replace(path)
+            filesystem.rename(temporary, path)
         finally:
-            temporary.unlink(missing_ok=True)
-        files.sync_folder(path.parent)
+            filesystem.unlink(temporary)
+        filesystem.sync(path.parent)

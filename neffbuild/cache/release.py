@@ -13,12 +13,12 @@ from neffbuild.cache.attestation import require_attestation
 from neffbuild.cache.catalog import (
     index_name,
     manifest_name,
-    read_index,
-    read_manifest,
+    read_addressed,
     require_addressed,
 )
 from neffbuild.cache.directory import DirectoryStore
 from neffbuild.cache.files import says_unwritable
+from neffbuild.cache.filesystem import looks
 from neffbuild.cache.index import Index
 from neffbuild.cache.manifest import Manifest
 from neffbuild.cache.records import note_sequence, seen_sequence
@@ -91,12 +91,13 @@ def remember_sequence(local: DirectoryStore, remote: Store, statement: TagStatem
 def index_of(remote: Store, digest: str) -> Index:
     """The index of this digest, or one of the single manifest that has it. Raises `StoreError` when
     there is neither."""
-    index = read_index(remote, digest)
-    if index is not None:
-        return index
-    manifest = read_manifest(remote, digest)
-    if manifest is None:
-        raise StoreError(
-            f"{remote.url} has no index and no manifest {digest}", field="digest", value=digest
-        )
-    return Index().with_manifest(manifest.platform, digest)
+    for _ in looks():
+        data = read_addressed(remote, index_name(digest))
+        if data is not None:
+            return Index.from_json(data)
+        data = read_addressed(remote, manifest_name(digest))
+        if data is not None:
+            return Index().with_manifest(Manifest.from_json(data).platform, digest)
+    raise StoreError(
+        f"{remote.url} has no index and no manifest {digest}", field="digest", value=digest
+    )
