@@ -154,6 +154,37 @@ def record_pull(store: Store, manifest: str) -> None:
         _log.debug("the pull of %s was not recorded: %s", manifest, error.message)
 
 
+@dataclass(frozen=True, slots=True)
+class SeenHydration:
+    """The manifest (digest) that a hydration left in the store, and when, in epoch seconds."""
+
+    manifest: str
+    time: float
+
+
+def note_hydration(store: Store, asked: str, manifest: str) -> None:
+    """Remember that what was asked for (a digest of it) is here now, as this manifest. Where nothing
+    can be written, nothing is."""
+    document = {"schema": "neffbuild.hydrated/1", "manifest": manifest, "time": time.time()}
+    try:
+        _update(store, _hydration_name(asked), lambda _: document)
+    except StoreError as error:
+        _log.debug("the hydration of %s was not recorded: %s", manifest, error.message)
+
+
+def seen_hydration(store: Store, asked: str) -> SeenHydration | None:
+    """The last hydration of what is asked for, or None where none is on record."""
+    document = store.read(_hydration_name(asked))
+    if document is None:
+        return None
+    try:
+        seen = parse_json(document.data, _hydration_name(asked))
+        return SeenHydration(str(seen["manifest"]), float(seen["time"]))
+    except (IntegrityError, KeyError, TypeError, ValueError) as error:
+        _log.warning("ignoring the unreadable record of a hydration in %s: %r", store.url, error)
+        return None
+
+
 def seen_sequence(store: Store, url: str, name: str, tag: str) -> int:
     """The highest sequence that was accepted of a tag of the store at `url`; 0 when none was."""
     return _sequence(store.read(_seen_name(url, name, tag)))
@@ -222,6 +253,10 @@ def pointer_name(config: str) -> str:
 
 def _pull_name(manifest: str) -> str:
     return f"pulls/{manifest}.json"
+
+
+def _hydration_name(asked: str) -> str:
+    return f"hydrations/{asked}.json"
 
 
 def _seen_name(url: str, name: str, tag: str) -> str:

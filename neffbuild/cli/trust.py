@@ -107,23 +107,10 @@ def cache_settings(
 
 
 def trust_of(cache: CacheConfig, signing: SigningKey | None = None) -> Trust:
-    """Whom to believe by a `cache` section; the key we sign with ourselves is among them."""
-    from neffbuild.cache.tag import Trust
+    """As `neffbuild.cache.trust.trust_of`."""
+    from neffbuild.cache import trust
 
-    if not cache.keys and signing is None:
-        if cache.signature_required:
-            raise ConfigError(
-                "signatures are required, and there is no key to check them with",
-                field="cache.keys",
-                hint="name the public keys in `cache.keys`, or give them as options",
-            )
-        return Trust(min_sequence=cache.min_sequence)
-    from neffbuild.cache.signing import load_public_keys, signature_check
-
-    keys = load_public_keys(cache.keys)
-    if signing is not None:
-        keys.append(signing.public)
-    return Trust(cache.signature_required, cache.min_sequence, signature_check(keys))
+    return trust.trust_of(cache, signing)
 
 
 def signing_key(key: str | None, public_key: Path | None, cache: CacheConfig) -> SigningKey | None:

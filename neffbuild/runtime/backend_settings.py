@@ -1,8 +1,9 @@
 """What the torch.compile backend works from: `torch.compile(options={…})`, else the environment.
 
 - `strict`, or `NEFFBUILD_STRICT` (`1` or `0`): a program that is not stored is an error, never a compile.
-- `manifest`, or `NEFFBUILD_MANIFEST`: the digest of a manifest in the cache, or the path of a manifest's
-  file. Default: every manifest that was compiled or pulled into the cache.
+- `manifest`, or `NEFFBUILD_MANIFEST`: the digest of a manifest in the cache, the path of a manifest's
+  file, or what vLLM's plugin hydrates (`s3://bucket/prefix#llama:prod`). Default: every manifest that was
+  compiled or pulled into the cache.
 - `cache`, or `NEFFBUILD_CACHE`: the directory of the local store.
 - `target` and `flags`: as in a config's `toolchain` section.
 """
@@ -24,8 +25,10 @@ from neffbuild.cache.catalog import manifest_name, read_addressed
 from neffbuild.cache.directory import DirectoryStore
 from neffbuild.cache.manifest import Manifest
 from neffbuild.cache.records import read_pointers
+from neffbuild.cache.reference import Reference
 from neffbuild.config.build import CacheConfig, ToolchainConfig, cache_directory
 from neffbuild.config.errors import ConfigError, IntegrityError
+from neffbuild.runtime.hydration import inherited
 
 OPTIONS = ("strict", "manifest", "cache", "target", "flags")
 _log = logging.getLogger(__name__)
@@ -57,6 +60,8 @@ def backend_settings(options: Mapping[str, Any], environment: Mapping[str, str])
     cache = _path(options, "cache")
     store = DirectoryStore(cache or cache_directory(CacheConfig()))
     named = options.get("manifest", environment.get("NEFFBUILD_MANIFEST"))
+    if named and Reference.parse(str(named)) is not None:
+        named = _hydrated_manifest(str(named), environment)
     manifests = [_named_manifest(store, str(named))] if named else _stored_manifests(store)
     return BackendSettings(
         strict=_strict(options, environment),
@@ -132,6 +137,21 @@ def _named_manifest(store: DirectoryStore, reference: str) -> Manifest:
         value=reference,
         hint="give the digest of a manifest in the local cache, or the path of a manifest's file",
     )
+
+
+def _hydrated_manifest(reference: str, environment: Mapping[str, str]) -> str | None:
+    """The digest of the manifest that vLLM's plugin hydrated; None where it could not and the engine
+    was to start all the same."""
+    hydration = inherited(environment)
+    if hydration is None or hydration.reference != reference:
+        raise ConfigError(
+            f"NEFFBUILD_MANIFEST is {reference!r}, and nothing was pulled from there for this process",
+            field="NEFFBUILD_MANIFEST",
+            value=reference,
+            hint="only vLLM's plugin pulls; elsewhere `neffbuild pull URL --tag NAME:TAG` first, then "
+            "give the manifest's digest or leave the variable out",
+        )
+    return hydration.manifest
 
 
 def _stored_manifests(store: DirectoryStore) -> Iterator[Manifest]:
