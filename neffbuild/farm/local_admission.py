@@ -55,9 +55,9 @@ class LocalAdmission:
         self._fraction = farm.memory_fraction
         self._unit_cpus = farm.cpus
         by_cpus = max(1, self._cpus // farm.cpus)
-        asked = by_cpus if farm.workers in (None, "auto") else int(farm.workers)
-        self.asked = min(asked, units)
-        self.workers = min(self.asked, by_cpus)
+        self.asked = farm.workers if isinstance(farm.workers, int) else by_cpus
+        self.workers = min(self.asked, by_cpus, units)
+        self._is_bounded = by_cpus < min(self.asked, units)
         self._running: dict[str, _Held] = {}
         self._first = ""
         self._passes = 0
@@ -66,7 +66,7 @@ class LocalAdmission:
     @property
     def fewer(self) -> str | None:
         """Why fewer units than asked for will run at once however small they are, or None."""
-        if self.workers == self.asked:
+        if not self._is_bounded:
             return None
         return (
             f"{self.asked} workers asked for; {self.workers} run at once: this host has "

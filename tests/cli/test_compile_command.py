@@ -12,6 +12,8 @@ import jsonschema
 import pytest
 from cli_samples import HOSTILE, INDUCTOR, UNITS, Project
 
+from neffbuild.farm.host import LinuxHost
+
 
 def outcomes(document: dict[str, list[dict[str, str]]]) -> dict[str, str]:
     return {unit["bucket_name"]: unit["outcome"] for unit in document["units"]}
@@ -57,11 +59,13 @@ def test_limit_leaves_the_rest_and_says_so(project: Project) -> None:
     assert ran.document["counts"] == {"built": 1, "cached": 5, "failed": 0}
 
 
-def test_workers_run_at_once(project: Project) -> None:
+def test_workers_run_at_once_as_far_as_there_are_cores_for_them(project: Project) -> None:
     config = project.write(control=cli_samples.order(project.root, seconds=0.3))
-    ran = project.run("compile", config, "--workers", "6")
+    ran = project.run("compile", config, "--workers", "64")
     assert ran.status == 0
-    assert "6 units, 6 at once" in ran.err
+    cores = LinuxHost().cpus
+    assert f"6 units, {min(6, cores)} at once" in ran.err
+    assert (f"64 workers asked for; {cores} run at once" in ran.err) == (cores < 6)
 
 
 @pytest.mark.parametrize(
@@ -86,11 +90,11 @@ def test_farm_options_that_cannot_be(project: Project, words: list[str], reason:
 
 def test_options_win_over_the_farm_section(project: Project) -> None:
     control = cli_samples.order(project.root, b2_ctx1024="hang")
-    config = project.write(control=control, sections={"farm": {"timeout": 600.0, "workers": 1}})
-    ran = project.run("compile", config, "--timeout", "1s", "--workers", "6", "--json")
+    config = project.write(control=control, sections={"farm": {"timeout": 600.0, "workers": 6}})
+    ran = project.run("compile", config, "--timeout", "1s", "--workers", "1", "--json")
     [unit] = [one for one in ran.document["units"] if one["outcome"] == "failed"]
     assert (unit["bucket_name"], unit["cause_kind"]) == ("decode_b2_ctx1024", "timeout")
-    assert "6 units, 6 at once" in ran.err
+    assert "6 units, 1 at once" in ran.err
 
 
 def test_every_event_is_a_line_of_json(project: Project) -> None:
