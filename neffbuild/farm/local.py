@@ -28,6 +28,7 @@ from neffbuild.farm.outcomes import (
     UnitStarted,
     lost_worker,
 )
+from neffbuild.farm.server import LEAVE
 from neffbuild.farm.supervisor import GRACE_SECONDS, End, Sampled, Started
 from neffbuild.farm.worker import Busy, Job
 
@@ -202,6 +203,8 @@ class LocalExecutor:
 
     def _stop_server(self) -> None:
         if self._control is not None:
+            with contextlib.suppress(OSError):  # it is dead
+                self._control.send(LEAVE)
             self._control.close()
         if self._server is not None:
             try:

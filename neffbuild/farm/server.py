@@ -29,6 +29,8 @@ from neffbuild.farm.supervisor import supervise
 from neffbuild.toolchain.base import Toolchain
 from neffbuild.toolchain.registry import load_toolchain
 
+LEAVE = b"."
+"""The farm's last word."""
 _LOOK_SECONDS = 0.5
 _LAST_SECONDS = 15.0
 
@@ -36,7 +38,8 @@ _LAST_SECONDS = 15.0
 def main(descriptor: int, toolchain_name: str, farms: str) -> None:
     """Serve the farm at the other end of the socket `descriptor` until that end closes.
 
-    Each message is one byte with one descriptor: a connection on which a new supervisor is to be found.
+    Each message is one byte with one descriptor: a connection on which a new supervisor is to be found;
+    the last, `LEAVE`, has none.
     `farms` is where the folders of this user's farms are.
     """
     control = socket.socket(fileno=descriptor)
@@ -50,9 +53,16 @@ def main(descriptor: int, toolchain_name: str, farms: str) -> None:
     # What is there now will never be garbage: workers need not touch, and so copy, its pages.
     gc.collect()
     gc.freeze()
-    _serve(control, toolchain)
-    # The farm has closed its end, or died. In the second case nobody else removes its folder.
-    remove_abandoned(Path(farms))
+    if not _serve(control, toolchain):
+        _remove(Path(os.environ["TMPDIR"]), Path(farms))
+
+
+def _remove(folder: Path, farms: Path) -> None:
+    """Remove the folder of the farm, which is dead. Its connection may close before its lock does."""
+    give_up = time.monotonic() + _LAST_SECONDS
+    while folder.exists() and time.monotonic() < give_up:
+        remove_abandoned(farms)
+        time.sleep(0.05)
 
 
 def _prepare(name: str) -> Toolchain:
@@ -72,13 +82,14 @@ def _prepare(name: str) -> Toolchain:
     return toolchain
 
 
-def _serve(control: socket.socket, toolchain: Toolchain) -> None:
+def _serve(control: socket.socket, toolchain: Toolchain) -> bool:
+    """Returns whether the farm has taken its leave, rather than died."""
     supervisors: set[int] = set()
     while True:
         ready, _, _ = select.select([control], [], [], _LOOK_SECONDS)
         if ready:
             data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-            if not data:
+            if not descriptors:
                 break
             supervisors.add(_fork_supervisor(control, Connection(descriptors[0]), toolchain))
         _tidy(supervisors)
@@ -87,6 +98,7 @@ def _serve(control: socket.socket, toolchain: Toolchain) -> None:
         _tidy(supervisors)
         time.sleep(0.01)
     processes.end_descendants(0)
+    return data == LEAVE
 
 
 def _fork_supervisor(control: socket.socket, farm: Connection, toolchain: Toolchain) -> int:
