@@ -35,7 +35,7 @@ from neffbuild.cache.files import says_unwritable
 from neffbuild.cache.lease import leased
 from neffbuild.cache.store import Store
 from neffbuild.cache.survey import whole_units
-from neffbuild.config.errors import IntegrityError, NeffbuildError, StoreError
+from neffbuild.config.errors import ConfigError, IntegrityError, NeffbuildError, StoreError
 
 _PUBLISHERS = 4
 _log = logging.getLogger(__name__)
@@ -131,6 +131,32 @@ class TieredStore:
         work, and all of them have been by the end."""
         with ThreadPoolExecutor(_PUBLISHERS, thread_name_prefix="publish") as pool:
             yield lambda key: pool.submit(self.publish, [key])
+
+    @contextmanager
+    def fetching(self) -> Iterator[Callable[[str], object]]:
+        """As `publishing`, for units that other machines build into a remote: they are fetched."""
+        with ThreadPoolExecutor(_PUBLISHERS, thread_name_prefix="fetch") as pool:
+            yield lambda key: pool.submit(self.back_fill, [key], workers=1)
+
+    def shared(self) -> Store:
+        """The first remote that is both read and written: where other machines leave what they build for
+        this one. Raises `ConfigError` when there is none."""
+        for tier in self.tiers:
+            if tier.readable and tier.writable:
+                return tier.store
+        unsigned = any(tier.writable for tier in self.tiers)
+        raise ConfigError(
+            "units are built on other machines, and there is no remote store to leave them in: "
+            + (
+                "entries found by their keys are not signed, and `cache.require_signature` is set"
+                if unsigned
+                else "none is configured with mode rw"
+            ),
+            field="cache.require_signature" if unsigned else "cache.remotes",
+            hint="build with `require_signature: false`, and sign what comes of it with `push`"
+            if unsigned
+            else "name one that every machine reaches: --remote s3://BUCKET/PREFIX",
+        )
 
     def _fetch(
         self,

@@ -147,8 +147,10 @@ def _compile(
     from neffbuild.farm.run import compile_units
     from neffbuild.toolchain.base import Unit
 
+    farm = plan.config.farm
+    shared = tiered.shared() if farm.executor == "ray" else None
     # Both would come out with the first unit, for each unit again and after its whole compile.
-    if reason := toolchain.host_refusal(plan.config):
+    if shared is None and (reason := toolchain.host_refusal(plan.config)):
         raise ToolchainRefusal(
             reason, hint="compile on another host, or pull what was compiled there"
         )
@@ -160,16 +162,23 @@ def _compile(
         for unit in missing
         if unit.recipe is not None and unit.key is not None
     ]
+    stored = (Outcome.BUILT, Outcome.CACHED)
     shown = event_lines() if json_lines else farm_progress()
-    with shown as show, tiered.publishing() as publish:
+    with shown as show, tiered.fetching() if shared else tiered.publishing() as copy:
 
         def on_event(event: Event) -> None:
             show(event)
-            if isinstance(event, UnitFinished) and event.result.outcome is Outcome.BUILT:
-                publish(event.unit.key)
+            if isinstance(event, UnitFinished) and event.result.outcome in stored:
+                copy(event.unit.key)
 
         return compile_units(
-            units, toolchain, store, plan.config.farm, logs=store.root / "logs", on_event=on_event
+            units,
+            toolchain,
+            store,
+            farm,
+            logs=store.root / "logs",
+            on_event=on_event,
+            shared=shared,
         )
 
 

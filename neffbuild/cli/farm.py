@@ -64,6 +64,16 @@ def _bytes(_context: click.Context, option: click.Parameter, text: str | None) -
 
 _OPTIONS = (
     click.option(
+        "--executor",
+        metavar="NAME",
+        help="Where units are compiled: local, or ray, on a cluster (overrides `farm.executor`).",
+    ),
+    click.option(
+        "--address",
+        metavar="HOST:PORT",
+        help="The Ray cluster; auto is the one this machine is a node of (overrides `farm.address`).",
+    ),
+    click.option(
         "--workers",
         metavar="N",
         callback=_workers,
@@ -93,4 +103,4 @@ _OPTIONS = (
         help="After the first failure, start nothing more, or go on with the others (the default).",
     ),
 )
-_FIELDS = ("workers", "timeout", "memory", "retries", "fail_fast")
+_FIELDS = ("executor", "address", "workers", "timeout", "memory", "retries", "fail_fast")

@@ -42,9 +42,11 @@ def compile_units(
     logs: Path,
     on_event: Callable[[Event], None],
     host: Host | None = None,
+    shared: Store | None = None,
 ) -> RunResult:
     """Compile every unit into `store`: longest expected first, as many at once as fit on `host` (this
-    one) beside what its other farms run, at most `farm.workers`.
+    one) beside what its other farms run, at most `farm.workers`. With the executor `ray`, on the nodes of
+    its cluster and into `shared`, which they all reach (`store`, where it is not given).
 
     The units are of one serve config, each once. One that fails costs no other: its cause is in its
     result and in the store's failure records, and its log stays in the folder `logs`. On SIGINT what
@@ -86,7 +88,7 @@ def compile_units(
         if farm.executor == "ray":
             from neffbuild.farm.ray_executor import RayExecutor
 
-            executor = stack.enter_context(RayExecutor(toolchain, store, farm))
+            executor = stack.enter_context(RayExecutor(toolchain, shared or store, farm))
             admission = SlotAdmission(_asked(farm, len(units)))
         else:
             local = LocalExecutor(toolchain.name, environment, folder)
