@@ -10,7 +10,8 @@ import click
 
 from neffbuild.cli import options, output, tiers
 from neffbuild.cli.farm import farm_options
-from neffbuild.cli.selection import Selection, choose, selection_options
+from neffbuild.cli.selection import Selection, choose, part_of, selection_options
+from neffbuild.cli.shards import shard_option, shard_words
 from neffbuild.config.errors import ConfigError, ToolchainRefusal
 
 if TYPE_CHECKING:
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
     from neffbuild.cache.directory import DirectoryStore
     from neffbuild.cache.plan import Plan, PlannedUnit
     from neffbuild.cache.tiered import TieredStore
-    from neffbuild.cli.selection import Chosen
+    from neffbuild.cli.selection import Chosen, Part
     from neffbuild.farm.outcomes import RunResult
+    from neffbuild.farm.shards import Shard
     from neffbuild.report.rows import UnitRow
     from neffbuild.toolchain.base import Toolchain
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 @tiers.remote_option
 @farm_options
 @selection_options
+@shard_option
 @click.option(
     "--json-lines",
     is_flag=True,
@@ -46,6 +49,7 @@ def command(
     limit: int | None,
     skip_failed: bool,
     retry_failed: bool,
+    shard: Shard | None,
     json_lines: bool,
     as_json: bool,
 ) -> int:
@@ -55,7 +59,9 @@ def command(
     Ctrl-C finishes the units that are running, a second one ends them.
     """
     from neffbuild.cache.records import read_failures
+    from neffbuild.farm.expectations import prior_of
     from neffbuild.report.rows import run_document
+    from neffbuild.report.text import counted
     from neffbuild.toolchain.planning import plan_with
     from neffbuild.toolchain.registry import load_toolchain
 
@@ -66,9 +72,13 @@ def command(
     if reason := toolchain.refusal(config):
         raise ToolchainRefusal(reason, hint="`neffbuild plan` works for this config all the same")
     tiered = tiers.tiered_store(config, remote)
-    plan = _fetched(plan_with(config, toolchain, tiered.stored_keys), tiered)
+    plan = plan_with(config, toolchain, tiered.stored_keys)
+    selection = Selection(only, shard, limit, skip_failed, retry_failed)
+    prior = prior_of(toolchain)
+    part = part_of(plan, selection, lambda shape: prior(config, shape).seconds)
+    plan = _fetched(plan, part, tiered)
     failures = read_failures(tiered.local, [unit.key for unit in plan.units if unit.key])
-    chosen = choose(plan, Selection(only, limit, skip_failed, retry_failed), failures)
+    chosen = choose(plan, part, selection, failures)
 
     run = None
     if chosen.to_compile:
@@ -79,13 +89,17 @@ def command(
         **run_document(rows, run.wall_seconds if run else 0.0),
         "remotes": tiers.remotes_document(tiered),
     }
+    if shard is not None:
+        document["shard"] = {**shard.document(), "of_units": part.of_units}
     failed = sum(row.outcome not in ("built", "cached") for row in rows)
     if json_lines:
         output.print_json_line(document)
     elif as_json:
         output.print_json(document)
     else:
-        again = f"neffbuild compile {options.config_words(words, cache)}"
+        if shard is not None:
+            output.write(f"shard {shard}: {len(part.shapes)} of {counted(part.of_units, 'unit')}")
+        again = f"neffbuild compile {shard_words(shard)}{options.config_words(words, cache)}"
         _print(rows, run, tiered, failed, len(chosen.put_off), again)
     if run is not None and run.interrupted:
         return output.INTERRUPTED
@@ -117,11 +131,12 @@ def _print(
         output.write(f"{counted_are(put_off, 'more unit')} missing; next: {again}")
 
 
-def _fetched(plan: Plan, tiered: TieredStore) -> Plan:
-    """The plan after what only remotes have of it was fetched, as far as they hand it over."""
+def _fetched(plan: Plan, part: Part, tiered: TieredStore) -> Plan:
+    """The plan after what only remotes have of a part was fetched, as far as they hand it over."""
     from neffbuild.cli.transfer import progress_line
 
-    keys = [unit.key for unit in plan.units if unit.key and unit.status.value == "cached"]
+    cached = (unit for unit in plan.units if unit.status.value == "cached")
+    keys = [unit.key for unit in cached if unit.key and unit.shape in part.shapes]
     with progress_line("fetch") as progress:
         return plan.without(tiered.back_fill(keys, progress=progress))
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from neffbuild.cli import options, output, tiers
+from neffbuild.cli.shards import shard_option, shard_words
 
 if TYPE_CHECKING:
     from neffbuild.cache.plan import Plan, PlannedUnit
+    from neffbuild.farm.shards import Shard
+    from neffbuild.toolchain.base import Toolchain
 
 _SHOWN = 60
 
@@ -19,6 +23,7 @@ _SHOWN = 60
 @options.config_arguments
 @options.cache_option
 @tiers.remote_option
+@shard_option
 @click.option("--check", is_flag=True, help="Exit 1 when a unit is missing or unresolved.")
 @click.option("--all", "show_all", is_flag=True, help=f"List more than {_SHOWN} units.")
 @options.json_option
@@ -26,6 +31,7 @@ def command(
     words: tuple[str, ...],
     cache: Path | None,
     remote: str | None,
+    shard: Shard | None,
     check: bool,
     show_all: bool,
     as_json: bool,
@@ -36,6 +42,7 @@ def command(
     neffbuild plan configs/quickstart.yaml
     neffbuild plan -- vllm serve DIR --max-model-len 131072 --max-num-seqs 8
     """
+    from neffbuild.report.text import counted
     from neffbuild.toolchain.planning import plan_with
     from neffbuild.toolchain.registry import load_toolchain
 
@@ -43,20 +50,39 @@ def command(
     toolchain = load_toolchain(config.toolchain.name)
     tiered = tiers.tiered_store(config, remote)
     plan = plan_with(config, toolchain, tiered.stored_keys)
+    of_units = plan.counts["units"]
+    if shard is not None:
+        plan = _part(plan, toolchain, shard)
     refusal = toolchain.refusal(config)
     if as_json:
-        remotes = tiers.remotes_document(tiered)
-        output.print_json({**plan_document(plan, refusal), "remotes": remotes})
+        document = {**plan_document(plan, refusal), "remotes": tiers.remotes_document(tiered)}
+        if shard is not None:
+            document["shard"] = {**shard.document(), "of_units": of_units}
+        output.print_json(document)
     else:
+        if shard is not None:
+            output.write(f"shard {shard}: {len(plan.units)} of {counted(of_units, 'unit')}")
         output.write(plan_text(plan, tiered.local.url, len(plan.units) if show_all else _SHOWN))
         for line in tiers.remotes_lines(tiered):
             output.write(line)
         if refusal:
             output.write(f"to plan with only: {refusal}")
         elif plan.counts["missing"]:
-            output.write(f"next: neffbuild compile {options.config_words(words, cache)}")
+            again = f"{shard_words(shard)}{options.config_words(words, cache)}"
+            output.write(f"next: neffbuild compile {again}")
     incomplete = plan.counts["missing"] + plan.counts["unresolved"]
     return 1 if check and incomplete else 0
+
+
+def _part(plan: Plan, toolchain: Toolchain, shard: Shard) -> Plan:
+    """The shard's units of a plan."""
+    from neffbuild.farm.expectations import prior_of
+    from neffbuild.farm.shards import shard_shapes
+
+    prior = prior_of(toolchain)
+    shapes = [unit.shape for unit in plan.units if unit.status.value != "cannot_occur"]
+    part = shard_shapes(shapes, lambda shape: prior(plan.config, shape).seconds, shard)
+    return replace(plan, units=tuple(unit for unit in plan.units if unit.shape in part))
 
 
 def plan_document(plan: Plan, refusal: str | None) -> dict[str, Any]:

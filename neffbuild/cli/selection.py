@@ -14,15 +14,19 @@ from neffbuild.config.errors import ConfigError
 if TYPE_CHECKING:
     from neffbuild.cache.plan import Plan, PlannedUnit
     from neffbuild.cache.records import Failure
+    from neffbuild.farm.shards import Shard
+    from neffbuild.grid.shapes import Shape
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What the command line says. `only` is a pattern of bucket names, `limit` a number of units."""
+    """What the command line says. `only` is a pattern of bucket names, `limit` a number of units; of what
+    matches, the shard is a part."""
 
     only: str | None
+    shard: Shard | None
     limit: int | None
     skip_failed: bool
     retry_failed: bool
@@ -63,19 +67,41 @@ def selection_options(command: _Command) -> _Command:
     return command
 
 
-def choose(plan: Plan, selection: Selection, failures: Mapping[str, Failure]) -> Chosen:
-    """The units of a plan that are selected; `failures` are the recorded ones, by key.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The shapes that a command is about, of `of_units` that it and the other shards are about."""
 
-    Raises `ConfigError` for a selection that contradicts itself, a pattern that matches nothing, and a
-    selected unit that cannot be keyed here.
+    shapes: frozenset[Shape]
+    of_units: int
+
+
+def part_of(plan: Plan, selection: Selection, seconds: Callable[[Shape], float]) -> Part:
+    """What a selection is about, whatever is cached. `seconds` is what the toolchain's prior expects of a
+    shape: nothing that machines know differently.
+
+    Raises `ConfigError` for a pattern that matches nothing, and a matching unit that cannot be keyed here.
+    """
+    from neffbuild.farm.shards import shard_shapes
+
+    units = [unit for unit in plan.units if unit.status.value != "cannot_occur"]
+    units = _matching(units, selection.only)
+    _refuse_unresolved(units)
+    shapes = [unit.shape for unit in units]
+    if selection.shard is None:
+        return Part(frozenset(shapes), len(shapes))
+    return Part(shard_shapes(shapes, seconds, selection.shard), len(shapes))
+
+
+def choose(plan: Plan, part: Part, selection: Selection, failures: Mapping[str, Failure]) -> Chosen:
+    """The units of a part that are selected; `failures` are the recorded ones, by key.
+
+    Raises `ConfigError` for a selection that contradicts itself.
     """
     if selection.skip_failed and selection.retry_failed:
         raise ConfigError(
             "--skip-failed and --retry-failed exclude each other", field="--retry-failed"
         )
-    units = [unit for unit in plan.units if unit.status.value != "cannot_occur"]
-    units = _matching(units, selection.only)
-    _refuse_unresolved(units)
+    units = [unit for unit in plan.units if unit.shape in part.shapes]
     missing = [unit for unit in units if unit.status.value == "missing"]
     if selection.retry_failed:
         units = missing = [unit for unit in missing if unit.key in failures]
