@@ -26,12 +26,13 @@ _Parsed = TypeVar("_Parsed")
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """`entries` by key, `manifests` by digest and when each was `written` (epoch seconds), `pointers` from a
-    serve config (digest) to a manifest (digest) as they are stored there, `runs` the run records by document
-    name. `unsigned` entries are left out because signatures are required."""
+    """`entries` by key, `manifests` by digest with their `documents` as stored and when they were `written`
+    (epoch seconds), `pointers` from a serve config (digest) to a manifest (digest) as they are stored there,
+    `runs` the run records by document name. `unsigned` entries are left out where signatures are required."""
 
     entries: Mapping[str, Entry]
     manifests: Mapping[str, Manifest]
+    documents: Mapping[str, bytes]
     written: Mapping[str, float]
     pointers: Mapping[str, str]
     runs: Mapping[str, bytes]
@@ -70,7 +71,8 @@ class _Reading:
         self._problems: list[Problem] = []
 
     def contents(self) -> Contents:
-        manifests, written = self._manifests()
+        stored = self._manifests()
+        manifests = {digest: manifest for digest, (manifest, _, _) in stored.items()}
         entries = {
             key: entry for manifest in manifests.values() for key, entry in manifest.entries.items()
         }
@@ -83,14 +85,20 @@ class _Reading:
         else:
             entries.update(self._entries())
             runs = self._runs()
-        pointers = self._pointers(manifests)
+        pointers = self._pointers()
         return Contents(
-            entries, manifests, written, pointers, runs, unsigned, tuple(self._problems)
+            entries=entries,
+            manifests=manifests,
+            documents={digest: data for digest, (_, data, _) in stored.items()},
+            written={digest: modified for digest, (_, _, modified) in stored.items()},
+            pointers=pointers,
+            runs=runs,
+            unsigned=unsigned,
+            problems=tuple(self._problems),
         )
 
-    def _manifests(self) -> tuple[dict[str, Manifest], dict[str, float]]:
-        manifests: dict[str, Manifest] = {}
-        written = {}
+    def _manifests(self) -> dict[str, tuple[Manifest, bytes, float]]:
+        manifests = {}
         for digest, document, modified in self._documents("manifests/", manifest_name):
             if digest_bytes(document.data) != digest:
                 self._problem(
@@ -105,9 +113,8 @@ class _Reading:
             if problem is not None:
                 self._problems.append(problem)
                 continue
-            manifests[digest] = manifest
-            written[digest] = modified
-        return manifests, written
+            manifests[digest] = manifest, document.data, modified
+        return manifests
 
     def _entries(self) -> dict[str, Entry]:
         entries = {}
@@ -117,7 +124,7 @@ class _Reading:
                 entries[key] = entry
         return entries
 
-    def _pointers(self, manifests: Mapping[str, Manifest]) -> dict[str, str]:
+    def _pointers(self) -> dict[str, str]:
         pointers = {}
         there = {one.name for one in self._store.list("manifests/")}
         for config, document, _ in self._documents(

@@ -143,7 +143,7 @@ class ArchiveSource:
     ) -> Mapping[str, Fault]:
         missing = ProblemKind.MISSING_BLOB
         faults = {digest: Fault(missing, missing.value) for digest in sizes}
-        done = 0
+        done, total = 0, sum(sizes.values())
         with self._until_damage():
             for member in members(self._path):
                 digest = _blob_digest(member)
@@ -156,7 +156,7 @@ class ArchiveSource:
                 del faults[digest]
                 done += sizes[digest]
                 if progress is not None:
-                    progress(done, sum(sizes.values()))
+                    progress(done, total)
         return faults
 
     def _lay_out_documents(self, folder: Path) -> None:

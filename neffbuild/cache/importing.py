@@ -7,7 +7,7 @@ Tags and indexes stay behind: they speak of the store they were pushed to.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from neffbuild.cache.catalog import (
@@ -15,7 +15,6 @@ from neffbuild.cache.catalog import (
     manifest_name,
     read_hits,
     read_manifest,
-    require_addressed,
     write_addressed,
 )
 from neffbuild.cache.copying import Progress, file_modes, write_entries
@@ -91,7 +90,7 @@ def import_artifacts(
             for digest, manifest in manifests.items()
             if all(_is_whole(entry, faults) for entry in manifest.entries.values())
         }
-        new_manifests = _write_manifests(source, local, complete)
+        new_manifests = _write_manifests(local, complete, contents.documents)
         pointers = contents.pointers_to(complete)
         new_pointers = _write_pointers(local, pointers, complete)
         new_runs = sum(local.create(name, data) for name, data in contents.runs.items())
@@ -178,12 +177,11 @@ def _is_whole(entry: Entry, faults: Mapping[Blob, Fault]) -> bool:
 
 
 def _write_manifests(
-    source: Source, local: DirectoryStore, manifests: Mapping[str, Manifest]
+    local: DirectoryStore, digests: Iterable[str], documents: Mapping[str, bytes]
 ) -> int:
-    absent = [digest for digest in manifests if _stored_manifest(local, digest) is None]
+    absent = [digest for digest in digests if _stored_manifest(local, digest) is None]
     for digest in absent:
-        name = manifest_name(digest)
-        write_addressed(local, name, require_addressed(source.documents, name, source.name))
+        write_addressed(local, manifest_name(digest), documents[digest])
     return len(absent)
 
 

@@ -110,7 +110,8 @@ def _text(source: str, imported: Imported) -> str:
     )
     if imported.unsigned:
         lines.append(
-            f"left out: {counted(imported.unsigned, 'unit')} that no signed manifest names (signatures are required)"
+            f"left out: {counted(imported.unsigned, 'unit')} that no signed manifest names "
+            "(signatures are required)"
         )
     if imported.problems:
         lines.append("next: import from another copy, or pull or compile what is missing")
