@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 from itertools import chain
 
@@ -151,3 +152,28 @@ def test_what_schedulers_leave_open_is_refused(
 
 def test_two_schedulers_that_agree_are_believed() -> None:
     assert parse_shard("auto", {**AWS, **BUILDKITE}) == Shard(3, 8)
+
+
+def makespan(seconds: list[float], workers: int) -> float:
+    """When the last worker is done that take the longest unit that is left as they come free."""
+    free = [0.0] * workers
+    for each in sorted(seconds, reverse=True):
+        heapq.heapreplace(free, free[0] + each)
+    return max(free)
+
+
+@pytest.mark.parametrize("workers", [1, 8])
+@pytest.mark.parametrize("machines", [2, 8, 64])
+@pytest.mark.parametrize("units", [27, 144, 1000])
+def test_shards_take_hardly_longer_than_one_queue_for_all_machines(
+    units: int, machines: int, workers: int
+) -> None:
+    """Where compiles take what is expected: `benchmarks/bench_shards.py` has more."""
+    for seed in range(10):
+        source = random.Random(seed)
+        seconds = [source.lognormvariate(6, 1) for _ in range(units)]
+        longest = max(
+            makespan([seconds[place] for place in part], workers)
+            for part in parts(seconds, machines)
+        )
+        assert longest <= 1.1 * makespan(seconds, machines * workers)
