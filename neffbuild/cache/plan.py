@@ -23,7 +23,7 @@ from neffbuild.cache.serve_options import graph_options
 from neffbuild.cache.store import Store
 from neffbuild.config.build import BuildConfig
 from neffbuild.grid.bucketer import Bucketer
-from neffbuild.grid.coverage import check_coverage
+from neffbuild.grid.coverage import plan_coverage
 from neffbuild.grid.expand import Grid, GridShape, Need
 from neffbuild.grid.kv_blocks import num_kv_blocks
 from neffbuild.grid.shapes import Family, Shape
@@ -151,7 +151,7 @@ def store_plan_manifest(plan: Plan, store: Store) -> Manifest:
     """Write the manifest of what is stored of a plan, and the pointer from its config to it."""
     keys = {unit.key: unit.shape for unit in plan.units if unit.key is not None}
     entries = read_hits(store, keys)
-    covered = check_coverage(plan.bucketer, [keys[key] for key in entries])
+    covered = plan_coverage(plan.bucketer, keys.values(), [keys[key] for key in entries])
     manifest = Manifest(
         config=config_digest(plan.config),
         serve=graph_options(plan.config.serve),

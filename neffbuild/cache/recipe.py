@@ -29,8 +29,9 @@ class ToolchainIdentity:
 
     `versions` are exact tool versions; `flags` the canonical compiler flags; `environment` the keyed
     environment variables that are set; `source_digest` covers the source that defines the graph.
-    `symbolic_kv_blocks` says that programs do not depend on the size of the KV pool. `unresolved`
-    names what this machine cannot know and what to pin for it.
+    `symbolic_kv_blocks` says that programs do not depend on the size of the KV pool, `symbolic_shapes`
+    that one program serves every step. `unresolved` names what this machine cannot know and what to
+    pin for it.
     """
 
     name: str
@@ -41,6 +42,7 @@ class ToolchainIdentity:
     flags: tuple[str, ...]
     source_digest: str
     symbolic_kv_blocks: bool = False
+    symbolic_shapes: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     unresolved: tuple[str, ...] = ()
 

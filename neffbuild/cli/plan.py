@@ -127,6 +127,11 @@ def plan_text(plan: Plan, cache: str, shown: int) -> str:
     lines += ["", columns(("unit", "status", "need", "key", ""), rows)]
     if len(plan.units) > shown:
         lines.append(f"… and {len(plan.units) - shown} more (--all lists them)")
+    if identity.symbolic_shapes:
+        lines += [
+            "",
+            "num_seqs, query_len and context_len are symbolic: one program serves every step",
+        ]
     families = ", ".join(f"{count} {family}" for family, count in counts["by_family"].items())
     summary = f"{counts['units']} units ({families}): {counts['cached']} cached, {counts['missing']} missing"
     if counts["unresolved"]:
@@ -147,6 +152,7 @@ def _unit_document(plan: Plan, unit: PlannedUnit) -> dict[str, Any]:
         "num_seqs": shape.get("num_seqs"),
         "query_len": shape.get("query_len"),
         "context_len": shape.get("context_len"),
+        "symbolic": shape["kind"] == "symbolic",
         "block_table_width": (
             plan.bucketer.block_table_width(unit.shape)
             if isinstance(unit.shape, DecodeShape)

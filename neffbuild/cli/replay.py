@@ -29,7 +29,11 @@ def command(
     Prints which programs served them, where they changed over, and the KV bytes they read beside what
     the requests needed and what programs at max_model_len would have read.
     """
+    from neffbuild.toolchain.planning import require_buckets
+    from neffbuild.toolchain.registry import load_toolchain
+
     config = options.only_config(words, cache)
+    require_buckets(config, load_toolchain(config.toolchain.name))
     document = _execute(config, steps) if execute else _simulate(config, steps)
     if as_json:
         output.print_json(document)

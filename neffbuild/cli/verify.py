@@ -124,7 +124,7 @@ def _verify_store(
 def _verify_config(words: tuple[str, ...], cache: Path | None) -> dict[str, Any]:
     from neffbuild.cache.recipe import config_digest
     from neffbuild.cache.verify import verify_config
-    from neffbuild.grid.coverage import check_coverage
+    from neffbuild.grid.coverage import plan_coverage
     from neffbuild.toolchain.planning import units_to_serve
     from neffbuild.toolchain.registry import load_toolchain
 
@@ -136,7 +136,7 @@ def _verify_config(words: tuple[str, ...], cache: Path | None) -> dict[str, Any]
     bad = {problem.key for problem in verified.problems}
     good = [shape for key, shape in shapes.items() if key not in bad]
     names = {key: shape.bucket_name for key, shape in shapes.items()}
-    return _document(verified, check_coverage(bucketer, good), names)
+    return _document(verified, plan_coverage(bucketer, shapes.values(), good), names)
 
 
 def _take_out_of_service(store: Store, verified: Verified) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from neffbuild.grid.bucketer import Bucketer
 from neffbuild.grid.expand import Need, Phase, WarmUp, expand
 from neffbuild.grid.reach import Reach, overlap, reachable
-from neffbuild.grid.shapes import DecodeShape, Family, Shape
+from neffbuild.grid.shapes import DecodeShape, Family, Shape, SymbolicShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,32 @@ class Coverage:
     states_checked: int
     uncovered: tuple[UncoveredStates, ...]
     prefill_gaps: tuple[UncoveredStates, ...]
+
+
+def plan_coverage(
+    bucketer: Bucketer, planned: Iterable[Shape], available: Collection[Shape]
+) -> Coverage:
+    """Check every decode state that can occur against those of the `planned` shapes that are
+    `available`. A symbolic one covers whatever step comes, prefill included."""
+    symbolic = [shape for shape in planned if isinstance(shape, SymbolicShape)]
+    if not symbolic:
+        return check_coverage(bucketer, available)
+    reaches = {family: list(reachable(bucketer, family)) for family in bucketer.families}
+    uncovered = tuple(
+        UncoveredStates(
+            family,
+            (reach.num_seqs.start, reach.num_seqs.stop - 1),
+            (reach.context_needs.start, reach.context_needs.stop - 1),
+            shape,
+            f"{shape.bucket_name} is missing",
+        )
+        for shape in symbolic
+        if shape not in available
+        for family, of_family in reaches.items()
+        for reach in of_family
+        if reach.num_seqs and reach.context_needs
+    )
+    return Coverage(sum(map(_count_states, reaches.values())), uncovered, ())
 
 
 def check_coverage(bucketer: Bucketer, available: Collection[Shape]) -> Coverage:

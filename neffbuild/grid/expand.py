@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from neffbuild.grid.bucketer import Bucketer
 from neffbuild.grid.reach import overlap, reachable
-from neffbuild.grid.shapes import DecodeShape, Family, PrefillShape, Shape
+from neffbuild.grid.shapes import DecodeShape, Family, PrefillShape, Shape, SymbolicShape
 
 
 class Need(StrEnum):
@@ -77,6 +77,11 @@ def expand(
         for family in bucketer.prefill:
             shapes += _prefill_shapes(bucketer, family, unreached)
     return Grid(tuple(shapes))
+
+
+def symbolic_grid() -> Grid:
+    """The grid of an engine in which one program serves every step."""
+    return Grid((GridShape(SymbolicShape(Family.TARGET), Need.REQUIRED),))
 
 
 def _decode_shapes(bucketer: Bucketer, family: Family, unreached: Need) -> Iterator[GridShape]:

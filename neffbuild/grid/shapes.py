@@ -96,7 +96,22 @@ class PrefillShape:
         }
 
 
-Shape = DecodeShape | PrefillShape
+@dataclass(frozen=True, slots=True)
+class SymbolicShape:
+    """One program for every step: number of sequences, query length and context are symbolic in it."""
+
+    family: Family
+
+    @property
+    def bucket_name(self) -> str:
+        return "step_any"
+
+    def document(self) -> dict[str, Any]:
+        """Canonical JSON form, as it enters a recipe."""
+        return {"kind": "symbolic", "family": self.family.value}
+
+
+Shape = DecodeShape | PrefillShape | SymbolicShape
 
 
 def shape_from_document(document: dict[str, Any]) -> Shape:
@@ -108,4 +123,6 @@ def shape_from_document(document: dict[str, Any]) -> Shape:
         return DecodeShape(**fields)
     if kind == "prefill":
         return PrefillShape(**fields)
+    if kind == "symbolic":
+        return SymbolicShape(**fields)
     raise ValueError(f"unknown shape kind {kind!r}")

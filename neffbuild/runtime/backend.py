@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,44 +28,34 @@ from torch import fx
 
 from neffbuild.cache.catalog import Hit, read_entry, record_files
 from neffbuild.cache.entry import Entry
-from neffbuild.cache.loaded import materialise
 from neffbuild.cache.manifest import Manifest
 from neffbuild.cache.once import build_once
 from neffbuild.cache.recipe import ToolchainIdentity, graph_recipe, recipe_key
 from neffbuild.config.errors import (
     ConfigError,
     IntegrityError,
-    MissingUnit,
     NeffbuildError,
     ToolchainRefusal,
 )
 from neffbuild.runtime.backend_settings import BackendSettings, backend_settings
-from neffbuild.runtime.counters import Counters
-from neffbuild.runtime.missing import UNNAMED_CONFIG, compile_command, missing_unit
+from neffbuild.runtime.graph_miss import UnitInContext, graph_miss
+from neffbuild.runtime.missing import UNNAMED_CONFIG
+from neffbuild.runtime.stored_program import StoredProgram, counters, load_program
 from neffbuild.toolchain.base import Captured
 from neffbuild.toolchain.inductor.capture import capture_graph
 from neffbuild.toolchain.inductor.compile import compile_graph
-from neffbuild.toolchain.inductor.cpu_level import cpu_level
-from neffbuild.toolchain.inductor.executable import load_executable
+from neffbuild.toolchain.inductor.cpu_level import LEVELS, cpu_level
+from neffbuild.toolchain.inductor.engines import VLLM, graph_engine, target_level
 from neffbuild.toolchain.inductor.identity import (
-    TOOLS,
-    installed_versions,
+    engine_tools,
+    serving_versions,
     toolchain_identity,
 )
-
-counters = Counters()
-"""Of this process: graphs found, graphs not found, graphs compiled."""
 
 _LOCK_WAIT_SECONDS = 7200.0
 
 
-@dataclass(frozen=True, slots=True)
-class _UnitInContext:
-    bucket_name: str
-    config: str
-
-
-_unit: ContextVar[_UnitInContext | None] = ContextVar("neffbuild_unit", default=None)
+_unit: ContextVar[UnitInContext | None] = ContextVar("neffbuild_unit", default=None)
 
 
 @contextmanager
@@ -76,7 +66,7 @@ def unit(bucket_name: str, *, config: str = UNNAMED_CONFIG) -> Iterator[None]:
     same: a unit's entry names inputs and outputs as the toolchain's own capture does, which a graph met
     elsewhere cannot be known to.
     """
-    token = _unit.set(_UnitInContext(bucket_name, config))
+    token = _unit.set(UnitInContext(bucket_name, config))
     try:
         yield
     finally:
@@ -89,7 +79,7 @@ def neffbuild_backend(
     *,
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
-) -> Callable[..., Any]:
+) -> StoredProgram:
     """The program for a graph captured by Dynamo. Torch finds this function under the name `neffbuild`.
 
     Raises `ConfigError` for bad options, `ToolchainRefusal` for a graph that cannot be compiled ahead of
@@ -103,13 +93,15 @@ def neffbuild_backend(
             value=mode,
             hint="leave mode out",
         )
-    _never_fall_back_to_eager()
-    settings = backend_settings(options or {}, os.environ)
+    settings = _of_engine(
+        graph_engine(node.target for node in module.graph.nodes if node.op == "call_function"),
+        backend_settings(options or {}, os.environ),
+    )
     captured = capture_graph(module, example_inputs)
     damaged: IntegrityError | None = None
     for entry in _stored(settings, captured.graph_digest):
         try:
-            program = _load(settings, entry)
+            program = load_program(settings.store, entry)
         except IntegrityError as error:
             damaged = error
             continue
@@ -117,18 +109,22 @@ def neffbuild_backend(
         return program
     counters.misses += 1
     if settings.strict:
-        raise damaged or _strict_miss(settings, captured.graph_digest)
-    return _load(settings, _compile(settings, captured))
+        raise damaged or _strict_miss(settings, captured)
+    return load_program(settings.store, _compile(settings, captured))
+
+
+def _of_engine(engine: str, settings: BackendSettings) -> BackendSettings:
+    if engine == VLLM:
+        # It drops all guards, so nothing is ever traced again; other graphs of its process are its own.
+        return replace(settings, toolchain=settings.toolchain.model_copy(update={"engine": engine}))
+    _never_fall_back_to_eager()
+    return settings
 
 
 def _never_fall_back_to_eager() -> None:
     """For torch as a whole: it has no such setting for one backend. The two go together."""
     torch._dynamo.config.suppress_errors = False
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-
-
-def _load(settings: BackendSettings, entry: Entry) -> Callable[..., Any]:
-    return load_executable(materialise(settings.store, entry), entry.recipe).call_graph
 
 
 def _stored(settings: BackendSettings, graph_digest: str) -> Iterator[Entry]:
@@ -146,11 +142,25 @@ def _stored(settings: BackendSettings, graph_digest: str) -> Iterator[Entry]:
 
 
 def _identity_beside(settings: BackendSettings, manifest: Manifest) -> ToolchainIdentity:
-    """This process's toolchain; the manifest says what cannot be seen here, because a host that only
-    serves needs no compiler."""
-    installed, planned = installed_versions(), manifest.platform.get("versions") or {}
-    unseen = {name: planned[name] for name in TOOLS if name in planned and name not in installed}
-    return toolchain_identity(settings.toolchain.model_copy(update={"versions": unseen}))
+    """This process's toolchain, with the compiler the manifest states: a host that only serves needs
+    none, and one it has of another version is not asked."""
+    planned, serving = manifest.platform.get("versions") or {}, serving_versions()
+    tools = engine_tools(settings.toolchain.engine)
+    versions = {
+        name: serving.get(name, planned.get(name))
+        for name in tools
+        if name in serving or name in planned
+    }
+    target = settings.toolchain.target or _stated_level(manifest)
+    return toolchain_identity(
+        settings.toolchain.model_copy(update={"versions": versions, "target": target})
+    )
+
+
+def _stated_level(manifest: Manifest) -> str | None:
+    """The level a manifest is for: serving it is asking for it. `native` is another one on each host."""
+    level = target_level(str(manifest.platform.get("target")))
+    return level if level in LEVELS else None
 
 
 def _graph_recipe(graph_digest: str, identity: ToolchainIdentity) -> dict[str, Any]:
@@ -173,7 +183,7 @@ def _compile(settings: BackendSettings, captured: Captured) -> Entry:
             began = time.monotonic()
             artifact = compile_graph(
                 captured.graph,
-                cpu_level(settings.toolchain.target),
+                cpu_level(target_level(settings.toolchain.target)),
                 settings.toolchain.flags,
                 Path(scratch),
             )
@@ -194,58 +204,12 @@ def _compile(settings: BackendSettings, captured: Captured) -> Entry:
     return entry
 
 
-def _strict_miss(settings: BackendSettings, graph_digest: str) -> NeffbuildError:
-    """Why strict mode stops here, as closely as it can be said."""
-    identities = [_identity_beside(settings, manifest) for manifest in settings.manifests]
-    differences = [
-        _difference(manifest.platform, identity.platform)
-        for manifest, identity in zip(settings.manifests, identities, strict=True)
-    ]
-    if differences and all(differences):
-        return ToolchainRefusal(
-            f"no program for the graph {graph_digest}: its manifest is for {differences[0]}",
-            field="manifest",
-            value=settings.manifests[0].digest,
-            hint="pull or compile for this platform",
-        )
-    where = settings.store.url
-    identity = identities[0] if identities else toolchain_identity(settings.toolchain)
-    unknown = "; ".join(identity.unresolved)
-    key = None if unknown else recipe_key(_graph_recipe(graph_digest, identity))
-    context = _unit.get()
-    if context is None:
-        keyed = f"key {key}" if key else f"without a key: {unknown}"
-        return MissingUnit(
-            f"no program for the graph {graph_digest} ({keyed}) is in {where}; build it with "
-            f"`neffbuild compile {UNNAMED_CONFIG}`",
-            field="graph",
-            value=graph_digest,
-            hint="neffbuild.runtime.backend.unit(...) around the call puts its unit's name here",
-        )
-    key_of_unit = _key_of_unit(settings.manifests, context.bucket_name)
-    if key_of_unit is not None and isinstance(read_entry(settings.store, key_of_unit), Hit):
-        return MissingUnit(
-            f"unit {context.bucket_name} (key {key_of_unit}) is in {where}, but for another graph than "
-            f"{graph_digest}; what is built with "
-            f"`{compile_command(context.config, context.bucket_name)}` is the config's own",
-            field="unit",
-            value=context.bucket_name,
-            hint="model, shapes (dynamic=False), flags and target must be those of the config",
-        )
-    return missing_unit(context.bucket_name, key_of_unit or key, where, context.config)
+def _strict_miss(settings: BackendSettings, captured: Captured) -> NeffbuildError:
+    def beside(manifest: Manifest) -> ToolchainIdentity:
+        return _identity_beside(settings, manifest)
 
-
-def _difference(stated: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    """The first ingredient in which the platform of a manifest is not this process's, in words."""
-    for name in here:
-        if stated.get(name) != here[name]:
-            return f"{name} {stated.get(name)!r}, this process runs {here[name]!r}"
-    return None
-
-
-def _key_of_unit(manifests: Sequence[Manifest], bucket_name: str) -> str | None:
-    for manifest in manifests:
-        for planned in manifest.units:
-            if planned.shape.bucket_name == bucket_name and planned.key is not None:
-                return planned.key
-    return None
+    first = settings.manifests[0] if settings.manifests else None
+    identity = beside(first) if first else toolchain_identity(settings.toolchain)
+    known = not identity.unresolved
+    key = recipe_key(_graph_recipe(captured.graph_digest, identity)) if known else None
+    return graph_miss(settings, captured, beside, key, identity.unresolved, _unit.get())

@@ -2,15 +2,16 @@
 
 In it, in order: of every node its op, what it calls, its arguments (other nodes by position) and its
 value's description: of a tensor shape, strides, dtype and device; of a symbolic size its expression,
-symbols renamed in order of appearance; of anything opaque its value. Not in it: names of inputs and
-nodes, comments, stack traces, paths, example values' contents, how large a symbolic size happened to be.
+symbols renamed in order of appearance; of anything opaque its value, unless it is an input that nothing
+uses. Not in it: names of inputs and nodes, comments, stack traces, paths, example values' contents, how
+large a symbolic size happened to be.
 """
 
 from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -34,11 +35,18 @@ def graph_digest(module: fx.GraphModule) -> str:
     return digest_document({"schema": SCHEMA, "nodes": _Walk().nodes(module)})
 
 
+def nameless_digest(module: fx.GraphModule) -> str:
+    """The digest without the values of opaque inputs: two graphs that share it differ in those alone."""
+    return digest_document({"schema": SCHEMA, "nodes": _Walk(_opaque_kind).nodes(module)})
+
+
 class _Walk:
     """Describes one graph and its subgraphs as a JSON document. State: positions of the nodes met and
     canonical names of the symbols met."""
 
-    def __init__(self) -> None:
+    def __init__(self, opaque: Callable[[FakeScriptObject], Any] = lambda value: value) -> None:
+        """`opaque` gives what stands for an opaque input."""
+        self._opaque = opaque
         self._symbols: dict[sympy.Basic, sympy.Symbol] = {}
         self._positions: dict[fx.Node, int] = {}
 
@@ -77,7 +85,10 @@ class _Walk:
 
     def _example(self, node: fx.Node) -> Any:
         if "example_value" in node.meta:
-            return self._value(node.meta["example_value"])
+            value = node.meta["example_value"]
+            if node.op == "placeholder" and isinstance(value, FakeScriptObject):
+                value = self._opaque(value) if node.users else _opaque_kind(value)
+            return self._value(value)
         if node.op == "placeholder":
             raise ToolchainRefusal(
                 f"the graph's input {node.name!r} has no example value: it was not captured by Dynamo"
@@ -116,6 +127,10 @@ class _Walk:
             if symbol not in self._symbols:
                 self._symbols[symbol] = sympy.Symbol(f"s{len(self._symbols)}", integer=True)
         return str(expression.xreplace(self._symbols))
+
+
+def _opaque_kind(value: FakeScriptObject) -> Any:
+    return "opaque", _callable_name(type(value.real_obj))
 
 
 def _plain(value: Any) -> Any:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from neffbuild.cache.catalog import read_manifest, stored_keys
 from neffbuild.cache.plan import Plan, StoredKeys, make_plan
-from neffbuild.cache.recipe import config_digest
+from neffbuild.cache.recipe import ToolchainIdentity, config_digest
 from neffbuild.cache.records import read_pointer
 from neffbuild.cache.store import Store
 from neffbuild.config.build import BuildConfig
 from neffbuild.config.errors import ConfigError, ToolchainRefusal
 from neffbuild.grid.bucketer import Bucketer
-from neffbuild.grid.expand import WarmUp, expand
+from neffbuild.grid.expand import Grid, WarmUp, expand, symbolic_grid
 from neffbuild.grid.shapes import Shape
 from neffbuild.toolchain.base import Toolchain
 from neffbuild.toolchain.kv_groups import kv_groups
@@ -34,10 +34,28 @@ def plan_with(config: BuildConfig, toolchain: Toolchain, stored: StoredKeys) -> 
         config, query_len_support=toolchain.capabilities.query_len_support
     )
     identity = toolchain.identity(config)
+    return make_plan(config, identity, bucketer, _grid(identity, bucketer), stored)
+
+
+def require_buckets(config: BuildConfig, toolchain: Toolchain) -> None:
+    """Raises `ToolchainRefusal` for a config whose steps are not dispatched onto buckets."""
+    identity = toolchain.identity(config)
+    if identity.symbolic_shapes:
+        raise ToolchainRefusal(
+            f"with engine {identity.engine} there are no buckets to replay steps over: one program serves "
+            "every batch and context, and the engine runs the steps",
+            field="toolchain.engine",
+            value=identity.engine,
+            hint="send the engine requests instead, or leave toolchain.engine out",
+        )
+
+
+def _grid(identity: ToolchainIdentity, bucketer: Bucketer) -> Grid:
+    if identity.symbolic_shapes:
+        return symbolic_grid()
     # Our own runtime loads what its steps reach; other engines warm up every shape they list.
     warm_up = WarmUp.REACHABLE if identity.engine == OWN_ENGINE else WarmUp.FULL_PRODUCT
-    grid = expand(bucketer, warm_up)
-    return make_plan(config, identity, bucketer, grid, stored)
+    return expand(bucketer, warm_up)
 
 
 def _refuse_lasting_drafts(config: BuildConfig, toolchain: Toolchain) -> None:

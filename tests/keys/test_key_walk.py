@@ -204,7 +204,7 @@ def test_an_option_nobody_knows_changes_the_key(path: str, family: Family) -> No
     check_changes_key_or_is_removed(changed, path, family)
 
 
-NOT_KEYED = {"symbolic_kv_blocks", "unresolved"}
+NOT_KEYED = {"symbolic_kv_blocks", "symbolic_shapes", "unresolved"}
 IDENTITY_CHANGES: dict[str, Any] = {
     "name": "another",
     "route": "jit",

@@ -20,8 +20,12 @@ from neffbuild.models.decode import (
     step_inputs,
 )
 from neffbuild.toolchain.graph_digest import graph_digest
-from neffbuild.toolchain.inductor.capture import capture_graph, capture_unit, one_shape_callable
-from neffbuild.toolchain.inductor.symbols import without_symbolic_inputs
+from neffbuild.toolchain.inductor.capture import (
+    capture_graph,
+    capture_unit,
+    one_shape_callable,
+    plain_graph,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -106,9 +110,9 @@ def test_a_size_the_graph_uses_is_read_off_a_tensor():
     module, example_inputs = dynamo_graph(
         program, with_dynamic(torch.ones(6, 4)), with_dynamic(torch.ones(9, 4))
     )
-    plain, kept = without_symbolic_inputs(module)
+    plain, kept, names = plain_graph(module)
     inputs = [example_inputs[index] for index in kept]
-    assert len(example_inputs) == 4
+    assert (len(example_inputs), names) == (4, ())
     assert [tensor.shape[0] for tensor in inputs] == [6, 9]
     for rows in (6, 1, 11):
         x, y = torch.rand(rows, 4), torch.rand(2 * rows, 4)
@@ -123,7 +127,7 @@ def test_a_size_no_tensor_has_is_refused():
     )
     assert len(inputs) == 2
     with pytest.raises(ToolchainRefusal, match="no tensor input has"):
-        without_symbolic_inputs(module)
+        plain_graph(module)
 
 
 def test_modes_the_graph_does_not_show_are_refused():

@@ -143,19 +143,21 @@ def test_native_below_the_lowest_level_is_refused(host):
         inductor_identity(tiny_build(target="native"))
 
 
-def test_a_changed_source_changes_the_digest(tmp_path, monkeypatch):
+@pytest.mark.parametrize("engine", identity.ENGINES)
+def test_a_changed_source_changes_the_digest(tmp_path, monkeypatch, engine):
     package = tmp_path / "neffbuild"
-    for name in identity._SOURCES:
+    sources = (*identity._SOURCES, *identity._ENGINE_SOURCES[engine])
+    for name in sources:
         (package / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(identity._PACKAGE / name, package / name)
     monkeypatch.setattr(identity, "_PACKAGE", package)
     digest = identity._source_digest.__wrapped__
-    before = digest()
-    assert before == inductor_identity(tiny_build()).source_digest
-    for name in identity._SOURCES:
+    before = digest(engine)
+    assert before == inductor_identity(tiny_build(engine=engine)).source_digest
+    for name in sources:
         content = (package / name).read_bytes()
         (package / name).write_bytes(content + b"\n# changed\n")
-        assert digest() != before, name
+        assert digest(engine) != before, name
         (package / name).write_bytes(content)
 
 

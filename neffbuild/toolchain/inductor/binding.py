@@ -53,11 +53,12 @@ class Binding:
 
 @dataclass(frozen=True, slots=True)
 class Requirements:
-    """What a host must have to load the program: an exact torch version, CPU features as
-    `/proc/cpuinfo` names them."""
+    """What a process must have to load the program: an exact torch version, CPU features as
+    `/proc/cpuinfo` names them, twins of custom ops (`neffbuild.toolchain.inductor.opaque`)."""
 
     torch: str
     cpu_features: frozenset[str]
+    twins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class BindingFile:
                 "requires": {
                     "torch": self.requires.torch,
                     "cpu_features": sorted(self.requires.cpu_features),
+                    "twins": list(self.requires.twins),
                 },
             }
         )
@@ -94,10 +96,13 @@ class BindingFile:
             return cls(
                 binding=Binding(
                     inputs=tuple(_input_spec(spec) for spec in document["inputs"]),
-                    outputs=tuple(_output(name) for name in document["outputs"]),
+                    outputs=tuple(_text(name) for name in document["outputs"]),
                 ),
                 requires=Requirements(
-                    torch=str(requires["torch"]), cpu_features=frozenset(requires["cpu_features"])
+                    torch=str(requires["torch"]),
+                    cpu_features=frozenset(requires["cpu_features"]),
+                    # Programs of before there were any have none.
+                    twins=tuple(_text(twin) for twin in requires.get("twins", ())),
                 ),
             )
         except (ValueError, KeyError, TypeError) as error:
@@ -114,9 +119,9 @@ def _input_spec(document: Mapping[str, Any]) -> InputSpec:
     )
 
 
-def _output(name: Any) -> str:
+def _text(name: Any) -> str:
     if not isinstance(name, str):
-        raise TypeError(f"output name {name!r}")
+        raise TypeError(f"name {name!r}")
     return name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,9 +23,10 @@ from neffbuild.models.decode import (
     model_dtype,
 )
 from neffbuild.toolchain.base import Captured
-from neffbuild.toolchain.graph_digest import graph_digest
+from neffbuild.toolchain.graph_digest import graph_digest, nameless_digest
 from neffbuild.toolchain.inductor.binding import Binding, InputSpec
-from neffbuild.toolchain.inductor.symbols import without_symbolic_inputs
+from neffbuild.toolchain.inductor.opaque import bake_names, twinned_ops
+from neffbuild.toolchain.inductor.symbols import read_sizes_off_tensors
 
 _EXAMPLE_NUM_BLOCKS = 64
 """Size of the pool a step is traced with: any will do, the program keeps it symbolic."""
@@ -37,11 +39,18 @@ _ARGUMENT = re.compile(r"L\['(?P<root>\w+)'\](?P<path>(\[\d+\])*)")
 
 @dataclass(frozen=True, slots=True)
 class InductorGraph:
-    """A graph ready to compile: no symbolic inputs left, one example tensor per input."""
+    """A graph ready to compile: its inputs are tensors, one example for each.
+
+    `names` are the layer names written into it, `twins` the ops it calls by them; `nameless_digest` is
+    its digest but for the names.
+    """
 
     module: fx.GraphModule
     example_inputs: tuple[Tensor, ...]
     binding: Binding
+    names: tuple[str, ...]
+    twins: tuple[str, ...]
+    nameless_digest: str
 
 
 class _Stop(BaseException):
@@ -101,10 +110,10 @@ def capture_graph(
 
     `output_names` in the graph's order; without them outputs are named by position. Raises
     `ToolchainRefusal` for a graph that cannot be digested or compiled ahead of time: training,
-    autocast, inputs other than tensors and sizes, outputs other than tensors.
+    autocast, inputs other than tensors, sizes and layer names, outputs other than tensors.
     """
     _refuse_modes(example_inputs)
-    plain, kept = without_symbolic_inputs(module)
+    plain, kept, baked = plain_graph(module)
     sources = [node._dynamo_source.name for node in module.graph.find_nodes(op="placeholder")]
     names = _input_names([sources[index] for index in kept])
     nodes = plain.graph.find_nodes(op="placeholder")
@@ -121,8 +130,28 @@ def capture_graph(
                 ),
                 outputs=_outputs(plain, output_names),
             ),
+            names=baked,
+            twins=twinned_ops(plain.graph),
+            nameless_digest=nameless_digest(module),
         ),
     )
+
+
+def plain_graph(module: fx.GraphModule) -> tuple[fx.GraphModule, list[int], tuple[str, ...]]:
+    """A copy of a Dynamo graph that takes tensors only; the positions of the placeholders that are left,
+    in order; the layer names that were written into it. Raises as `capture_graph` does."""
+    graph = copy.deepcopy(module.graph)
+    placeholders = list(graph.find_nodes(op="placeholder"))
+    read_data = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
+    for node in graph.find_nodes(op="call_function", target=read_data):
+        # `.data`: the same tensor to a program that computes no gradients, and nothing export traces.
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+    names = bake_names(graph)
+    read_sizes_off_tensors(graph)
+    left = frozenset(graph.find_nodes(op="placeholder"))
+    kept = [index for index, node in enumerate(placeholders) if node in left]
+    return fx.GraphModule(module, graph), kept, names
 
 
 def _stop(*_inputs: Any) -> NoReturn:

@@ -42,6 +42,8 @@ _HARMLESS_ENVIRONMENT = frozenset(
         "TORCHINDUCTOR_COMPILE_THREADS",
         "TORCHINDUCTOR_VEC_ISA_OK",
         "TORCHINDUCTOR_CPP_MARCH",
+        # Of an option that every artifact is built with.
+        "TORCHINDUCTOR_CPP_DYNAMIC_THREADS",
     }
 )
 
@@ -85,15 +87,23 @@ def compile_graph(
             program.module(check_guards=False), graph.example_inputs, options=options
         )
     _check_vector_class(output, level)
-    requires = Requirements(torch=torch.__version__, cpu_features=level.features)
+    requires = Requirements(torch.__version__, level.features, graph.twins)
     (output / BINDING_FILE).write_bytes(BindingFile(graph.binding, requires).to_json())
     return Artifact(
         files={path.name: path for path in _artifact_files(output)},
         statistics={
             "export_seconds": exported - started,
             "program_seconds": time.monotonic() - exported,
+            **_names(graph),
         },
     )
+
+
+def _names(graph: InductorGraph) -> dict[str, Any]:
+    """What tells a miss that only layer names are to blame for."""
+    if not graph.names:
+        return {}
+    return {"layer_names": list(graph.names), "nameless_digest": graph.nameless_digest}
 
 
 def _exported(graph: InductorGraph) -> ExportedProgram:

@@ -18,6 +18,7 @@ from neffbuild.toolchain.inductor.binding import (
     Requirements,
 )
 from neffbuild.toolchain.inductor.cpu_level import host_features
+from neffbuild.toolchain.inductor.opaque import register_twins
 from neffbuild.toolchain.inductor.options import PROGRAM
 
 Run = Callable[[list[Tensor]], list[Tensor]]
@@ -36,6 +37,7 @@ def load_executable(files: Path, recipe: Mapping[str, Any]) -> Executable:
         raise IntegrityError(f"the artifact in {files} has no {BINDING_FILE}") from error
     file = BindingFile.from_json(content)
     _check_host(file.requires, recipe)
+    register_twins(file.requires.twins)
     path = files / f"{PROGRAM}.wrapper.so"
     try:
         runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1)

@@ -8,6 +8,7 @@ from typing import Any
 from neffbuild.cache.index import Fit
 from neffbuild.config.errors import NeffbuildError
 from neffbuild.toolchain.inductor.cpu_level import LEVELS, NATIVE, cpu_level, host_features
+from neffbuild.toolchain.inductor.engines import VLLM, host_kernels
 from neffbuild.toolchain.inductor.identity import ROUTE, installed_versions
 
 _RANKS = {target: rank for rank, target in enumerate(LEVELS)}
@@ -24,8 +25,15 @@ def host_fit(platform: Mapping[str, Any]) -> Fit:
     built_with = versions.get("torch") if isinstance(versions, Mapping) else None
     if torch is not None and built_with != torch:
         return Fit(f"torch {torch} is installed here")
+    vllm = installed_versions().get(VLLM)
+    served_by = versions.get(VLLM) if isinstance(versions, Mapping) else None
+    if served_by is not None and vllm is not None and served_by != vllm:
+        return Fit(f"vLLM {vllm} is installed here")
     if not isinstance(target, str):
         return Fit(f"its target is {target!r:.50}")
+    target, _, kernels = target.partition("+")
+    if kernels and kernels != host_kernels():
+        return Fit(f"vLLM picks its {host_kernels()} kernels here")
     if target in LEVELS:
         missing = LEVELS[target].features - host_features()
         if missing:

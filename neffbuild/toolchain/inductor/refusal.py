@@ -7,14 +7,16 @@ import platform
 from neffbuild.cache.serve_options import auxiliary_layers
 from neffbuild.config.build import BuildConfig
 from neffbuild.config.errors import ConfigError
-from neffbuild.grid.shapes import DecodeShape, Shape
+from neffbuild.grid.shapes import DecodeShape, Shape, SymbolicShape
 from neffbuild.models.architecture import SUPPORTED_DTYPES, LlamaArchitecture
 from neffbuild.models.eagle3_architecture import Eagle3Architecture
+from neffbuild.toolchain.inductor.engines import VLLM
 from neffbuild.toolchain.inductor.identity import (
     inductor_identity,
     planned_versions,
     version_mismatches,
 )
+from neffbuild.toolchain.inductor.vllm_engine import engine_refusal, kernels_refusal
 
 _PARALLEL_SIZES = (
     "tensor_parallel_size",
@@ -28,6 +30,8 @@ _DRAFT_VARIATIONS = ("quantization", "parallel_drafting", "kv_cache_dtype")
 
 def config_refusal(config: BuildConfig) -> str | None:
     """Why no unit of the config can be built on any host."""
+    if config.toolchain.engine == VLLM:
+        return engine_refusal(config)
     serve = config.serve
     for name in _PARALLEL_SIZES:
         if (size := getattr(serve, name)) > 1:
@@ -72,6 +76,8 @@ def _speculation_refusal(config: BuildConfig, target: LlamaArchitecture) -> str 
 
 def shape_refusal(shape: Shape) -> str | None:
     """Why one shape of a config that can be built cannot."""
+    if isinstance(shape, SymbolicShape):
+        return None
     if not isinstance(shape, DecodeShape):
         return f"inductor builds decode programs only, {shape.bucket_name} is a {shape.family} one"
     return None
@@ -85,4 +91,4 @@ def host_refusal(config: BuildConfig) -> str | None:
         return f"this host is not what the plan was made for: {'; '.join(mismatches)}"
     if unresolved := inductor_identity(config).unresolved:
         return "; ".join(unresolved)
-    return None
+    return kernels_refusal(config) if config.toolchain.engine == VLLM else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,21 +11,18 @@ from torch import fx
 from neffbuild.config.errors import ToolchainRefusal
 
 
-def without_symbolic_inputs(module: fx.GraphModule) -> tuple[fx.GraphModule, list[int]]:
-    """A copy of the graph that reads each symbolic size off a tensor that carries it.
+def read_sizes_off_tensors(graph: fx.Graph) -> None:
+    """Let the graph read each symbolic size off a tensor that carries it, in place; the inputs go.
 
-    Returns it with the positions of the placeholders that are left, in order. Raises
-    `ToolchainRefusal` for a size no tensor input has, and for an input that is neither a tensor nor a
-    size.
+    Raises `ToolchainRefusal` for a size no tensor input has, and for an input that is neither a tensor
+    nor a size.
     """
-    graph = copy.deepcopy(module.graph)
     placeholders = list(graph.find_nodes(op="placeholder"))
     tensors = {
         node: example
         for node in placeholders
         if isinstance(example := node.meta["example_value"], torch.Tensor)
     }
-    kept = [index for index, node in enumerate(placeholders) if node in tensors]
     body = next(node for node in graph.nodes if node.op != "placeholder")
     for node in placeholders:
         if node in tensors:
@@ -45,7 +41,6 @@ def without_symbolic_inputs(module: fx.GraphModule) -> tuple[fx.GraphModule, lis
             read.meta["example_value"] = size
             node.replace_all_uses_with(read)
         graph.erase_node(node)
-    return fx.GraphModule(module, graph), kept
 
 
 def symbolic_dimensions(tensor: torch.Tensor) -> dict[int, torch.SymInt]:

@@ -25,6 +25,7 @@ from neffbuild.toolchain.base import (
     Unit,
 )
 from neffbuild.toolchain.inductor.cpu_level import cpu_level
+from neffbuild.toolchain.inductor.engines import target_level
 from neffbuild.toolchain.inductor.findings import inductor_findings
 from neffbuild.toolchain.inductor.fit import host_fit
 from neffbuild.toolchain.inductor.identity import NAME, inductor_identity
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class InductorToolchain:
-    """AOTInductor for x86-64 CPUs, compiling the reference model."""
+    """AOTInductor for x86-64 CPUs, compiling the reference model or what vLLM captures."""
 
     name = NAME
     capabilities = Capabilities(
@@ -65,9 +66,12 @@ class InductorToolchain:
     def capture(self, unit: Unit) -> Captured:
         if reason := self.refusal(unit.config, unit.shape):
             raise ToolchainRefusal(reason)
+        if not isinstance(unit.shape, DecodeShape):
+            from neffbuild.toolchain.inductor.vllm_capture import capture_engine
+
+            return capture_engine(unit.config)
         from neffbuild.toolchain.inductor.capture import capture_unit
 
-        assert isinstance(unit.shape, DecodeShape)
         return capture_unit(unit.config, unit.shape)
 
     def compile(
@@ -80,9 +84,8 @@ class InductorToolchain:
         from neffbuild.toolchain.inductor.compile import compile_graph
 
         toolchain = unit.config.toolchain
-        return compile_graph(
-            captured.graph, cpu_level(toolchain.target), toolchain.flags, scratch, shared
-        )
+        level = cpu_level(target_level(toolchain.target))
+        return compile_graph(captured.graph, level, toolchain.flags, scratch, shared)
 
     def load(self, files: Path, recipe: Mapping[str, Any]) -> Executable:
         from neffbuild.toolchain.inductor.executable import load_executable
