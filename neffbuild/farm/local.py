@@ -29,6 +29,7 @@ from neffbuild.farm.outcomes import (
     lost_worker,
 )
 from neffbuild.farm.server import LEAVE
+from neffbuild.farm.scratch import remove_tree
 from neffbuild.farm.supervisor import GRACE_SECONDS, End, Sampled, Started
 from neffbuild.farm.worker import Busy, Job
 
@@ -152,6 +153,7 @@ class LocalExecutor:
             # unless the server is gone as well.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(running.worker, signal.SIGKILL)
+            remove_tree(running.job.scratch)
             cause = lost_worker("the process that watched over the worker was killed")
             return UnitResult.of(running.job.unit, Outcome.FAILED, cause=cause)
         if running.attempts >= _ATTEMPTS or self._server_refused():

@@ -74,7 +74,8 @@ def compile_units(
                 platform=identity.platform,
                 options={"flags": list(identity.flags)},
                 environment=environment,
-                scratch=folder / unit.key[:16],
+                # Not one that a lost worker has left.
+                scratch=folder / f"{unit.key[:16]}-{waiting.attempt}",
                 shared=folder / "shared",
                 log=logs / f"{unit.shape.bucket_name}-{unit.key[:12]}.log",
                 lock_wait=lock_wait if waiting.waits else 0.0,

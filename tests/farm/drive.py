@@ -1,4 +1,4 @@
-"""A program that runs one farm, `drive.py FOLDER COUNT`: what the tests kill and interrupt.
+"""A program that runs one farm, `drive.py FOLDER COUNT OPTIONS`: what the tests kill and interrupt.
 
 It has no main guard on purpose: workers must not run their caller's main module again.
 """
@@ -14,5 +14,8 @@ def on_event(event: object) -> None:
     sys.stderr.write(f"{type(event).__name__}\n")
 
 
-result = farmtools.run(Path(sys.argv[1]), int(sys.argv[2]), on_event=on_event)
+options = json.loads(sys.argv[3])
+if "host" in options:
+    options["host"] = farmtools.SmallHost(*options["host"])
+result = farmtools.run(Path(sys.argv[1]), int(sys.argv[2]), on_event=on_event, **options)
 sys.stdout.write(json.dumps(result.document()))

@@ -3,13 +3,16 @@ what is left on the host afterwards."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -64,32 +67,70 @@ def journal(folder: Path) -> list[tuple[str, int]]:
     return [(name, int(pid)) for name, pid in map(str.split, lines)]
 
 
+@dataclass(frozen=True)
+class SmallHost:
+    """A host with so many cores and bytes of memory, of which only what `eat_memory` and `hold_memory`
+    take is missing."""
+
+    cpus: int
+    total_memory: int
+
+    def available_memory(self) -> int:
+        return max(0, self.total_memory - eaten_bytes())
+
+    def free_scratch(self, folder: Path) -> int:
+        return 1 << 40
+
+
+class RoomyHost:
+    """A host on which as many workers run as a test asks for, whatever this machine has."""
+
+    cpus = 64
+    total_memory = 1 << 40
+
+    def available_memory(self) -> int:
+        return 1 << 40
+
+    def free_scratch(self, folder: Path) -> int:
+        return 1 << 40
+
+
+def eaten_bytes() -> int:
+    """Resident bytes of the programs that hostile compiles have started to take memory."""
+    total = 0
+    for process in left_processes():
+        with contextlib.suppress(psutil.Error):
+            if any("bytearray(" in word for word in process.cmdline()):
+                total += process.memory_info().rss
+    return total
+
+
 def run(
     folder: Path,
     count: int,
     *,
-    workers: int = 2,
-    timeout: float | None = None,
-    memory: int | None = None,
-    retries: int = 0,
     toolchain: str = "hostile",
+    host: SmallHost | None = None,
     on_event: Callable[[Event], None] = lambda event: None,
+    **farm: Any,
 ) -> RunResult:
-    """One farm in this process, with its store and logs in `folder`."""
+    """One farm in this process, with its store and logs in `folder`; `farm` are fields of `FarmConfig`."""
     return compile_units(
         make_units(folder, count, toolchain),
         load_toolchain(toolchain),
         DirectoryStore(folder / "store"),
-        FarmConfig(workers=workers, timeout=timeout, memory=memory, retries=retries),
+        FarmConfig(**{"workers": 2, "retries": 0, **farm}),
         logs=folder / "logs",
         on_event=on_event,
+        host=host or RoomyHost(),
     )
 
 
-def start(folder: Path, count: int) -> subprocess.Popen[str]:
+def start(folder: Path, count: int, **options: Any) -> subprocess.Popen[str]:
     """The same farm in a program and process group of its own, as a shell would start it."""
+    program = str(Path(__file__).parent / "drive.py")
     return subprocess.Popen(
-        [sys.executable, str(Path(__file__).parent / "drive.py"), str(folder), str(count)],
+        [sys.executable, program, str(folder), str(count), json.dumps(options)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -34,6 +34,7 @@ from neffbuild.toolchain.base import (
     Capabilities,
     Captured,
     Executable,
+    Expectation,
     Finding,
     KVGroup,
     Unit,
@@ -148,6 +149,17 @@ class HostileToolchain:
         script = "import time; x = bytearray(300 << 20); time.sleep(60)"
         subprocess.run([sys.executable, "-c", script], check=True)
 
+    def _hold_memory(self, scratch: Path) -> None:
+        script = "import time; x = bytearray(60 << 20); time.sleep(0.6)"
+        subprocess.run([sys.executable, "-c", script], check=True)
+
+    def _kill_its_supervisor_once(self, scratch: Path) -> None:
+        mark = self._control.with_name("killed")
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)
+
     def _hang(self, scratch: Path) -> None:
         """With a child, a grandchild, and one that has left the session and lost its parent."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -183,6 +195,15 @@ class HostileToolchain:
         sys.stdout.write(f"OOM_SCORE_ADJ={score}\n")
         sys.stdout.write(f"GETTEMPDIR={tempfile.gettempdir()}\n")
         raise ValueError("shown")
+
+
+class ModestToolchain(HostileToolchain):
+    """Says what its compiles take."""
+
+    name = "modest"
+
+    def prior(self, config: BuildConfig, shape: Shape) -> Expectation:
+        return Expectation(seconds=1.0, memory_bytes=80 << 20, scratch_bytes=1 << 20)
 
 
 class ThreadedToolchain(HostileToolchain):
