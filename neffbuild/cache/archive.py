@@ -147,7 +147,7 @@ def _next(tar: tarfile.TarFile, reader: ArchiveReader, path: Path) -> tarfile.Ta
     reader.header_left = MOST_HEADER_BYTES
     try:
         return tar.next()
-    except (NeffbuildError, OSError):
+    except (NeffbuildError, OSError, MemoryError):
         raise
     except Exception as error:
         # tarfile raises whatever it stumbles over in a header made to trip it.
@@ -168,7 +168,7 @@ def _opened(path: Path) -> Iterator[tuple[tarfile.TarFile, ArchiveReader]]:
                 value=str(path),
                 hint="allowed: a neffbuild cache or store directory, a tar of one (.tar, .tar.gz, .tar.zst)",
             ) from error
-        except (NeffbuildError, OSError):
+        except (NeffbuildError, OSError, MemoryError):
             raise
         except Exception as error:
             raise reader.damaged(f"{type(error).__name__}: {error}") from error

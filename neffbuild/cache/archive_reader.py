@@ -65,9 +65,11 @@ class ArchiveReader:
 
     def read(self, size: int) -> bytes:
         """Part of a header: content is read by `content`."""
-        if size > self.header_left:
+        if not 0 <= size <= self.header_left:
             raise refused(
-                self._path, self.member, f"is followed by a header above {MOST_HEADER_BYTES} bytes"
+                self._path,
+                self.member,
+                f"is followed by a header that is not of 0 to {MOST_HEADER_BYTES} bytes",
             )
         self.header_left -= size
         self.last = self._take(size)

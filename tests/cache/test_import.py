@@ -180,16 +180,19 @@ def test_a_directory_that_was_pushed_to_has_no_pointers_and_gets_them(
 
 
 def test_of_several_manifests_of_a_config_the_most_complete_is_pointed_to(
-    store: DirectoryStore, fresh: DirectoryStore, tmp_path: Path
+    store: DirectoryStore, tmp_path: Path
 ) -> None:
     entries = fill(store, tmp_path / "scratch", 3)
     whole, partial = make_manifest(entries), make_manifest(entries[:2], lacking=1)
     other = make_manifest(entries, platform=X86_V4)
-    for number, one in enumerate((whole, other, partial)):
-        write_manifest(store, one)
-        os.utime(store.root / "v1" / manifest_name(one.digest), (1000 + number, 1000 + number))
-    assert bring(store.root, fresh).manifests == Count(3, 3)
-    assert read_pointer(fresh, whole.config) == other.digest
+    for newest, second in ((whole, other), (other, whole)):
+        for number, one in enumerate((second, newest, partial)):
+            write_manifest(store, one)
+            os.utime(store.root / "v1" / manifest_name(one.digest), (1000 + number, 1000 + number))
+        for pack in (as_directory, PACKS["tar, blobs first"]):
+            local = DirectoryStore(tmp_path / f"local-{newest.digest}-{pack is as_directory}")
+            assert bring(pack(store, tmp_path), local).manifests == Count(3, 3)
+            assert read_pointer(local, whole.config) == newest.digest
 
 
 def test_the_cache_keeps_a_pointer_that_is_as_good(

@@ -14,6 +14,7 @@ import pytest
 from cache_samples import ANYONE, fill, make_entry, make_manifest, start_child, wait_for
 
 from neffbuild.cache import archive
+from neffbuild.cache.archive_reader import ArchiveReader
 from neffbuild.cache.canonical import digest_bytes
 from neffbuild.cache.catalog import commit_entry, entry_name, write_manifest
 from neffbuild.cache.directory import DirectoryStore
@@ -117,7 +118,10 @@ MEMBERS: dict[str, tuple[tarfile.TarInfo, str]] = {
     "strange run": (info("v1/runs/.x.json", 1), "not a name of the layout"),
     "long name": (info(f"v1/runs/{'r' * 4000}.json", 1), "not a name of the layout"),
     "deep name": (info(f"v1/entries/{'a/' * 2000}x.json", 1), "not a name of the layout"),
-    "very long name": (info(f"v1/runs/{'r' * 70_000}.json", 1), "a header above 65536 bytes"),
+    "very long name": (
+        info(f"v1/runs/{'r' * 70_000}.json", 1),
+        "a header that is not of 0 to 65536 bytes",
+    ),
     "blob in another folder": (info(BLOB.replace("/aa/", "/bb/"), 1), "not a name of the layout"),
     "blob by another name": (info("v1/blobs/sha256/aa/x", 1), "not a name of the layout"),
     "blob without a folder": (info("v1/blobs/x", 1), "not a name of the layout"),
@@ -221,17 +225,29 @@ def test_old_sparse_files_are_refused(hostile: Archive, fresh: DirectoryStore) -
         bring(hostile.path, fresh)
 
 
-def test_large_headers_cost_no_memory(hostile: Archive, fresh: DirectoryStore) -> None:
-    """A gigabyte of extended header in a megabyte of gzip."""
-    header = info("./PaxHeaders/x", 1 << 30, type=tarfile.XHDTYPE).tobuf(tarfile.GNU_FORMAT)
+@pytest.mark.parametrize("size", [1 << 30, -512, -(1 << 40)])
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_large_headers_cost_no_memory(
+    hostile: Archive, fresh: DirectoryStore, kind: bytes, size: int
+) -> None:
+    """A gigabyte of extended header in a megabyte of gzip; negative sizes ask for all there is."""
+    header = info("./PaxHeaders/x", size, type=kind).tobuf(tarfile.GNU_FORMAT)
     path = hostile.path.with_suffix(".tar.gz")
     with gzip.open(path, "wb", compresslevel=1) as file:
         file.write(info("v1", type=tarfile.DIRTYPE).tobuf())
         file.write(header)
-        for _ in range(300):
+        for _ in range(150):
             file.write(bytes(MEBIBYTE))
     assert in_little_memory(path, fresh) == 4
     assert untouched(fresh)
+
+
+def test_a_reader_never_goes_back(hostile: Archive) -> None:
+    with hostile.write().open("rb") as raw:
+        reader = ArchiveReader(hostile.path, raw)
+        reader.read(512)
+        with pytest.raises(IntegrityError, match="leads back"):
+            reader.seek(0)
 
 
 def test_chains_of_headers_end(hostile: Archive, fresh: DirectoryStore) -> None:
