@@ -54,7 +54,8 @@ def test_every_command_is_shown_and_every_schema_met(documents: dict[str, Any]) 
     assert {line.split()[0] for line in documents} == _COMMANDS.keys()
     met = {document["schema"] for document in documents.values()}
     published = {json.loads(path.read_text())["$id"] for path in SCHEMAS.glob("*.json")}
-    assert met == published
+    # A line of `compile --json-lines`, of which no command prints one alone.
+    assert met == published - {"neffbuild.event/1"}
 
 
 def test_the_documentation_names_every_schema() -> None:
