@@ -153,10 +153,13 @@ def to_be_ended(
     holdings: Sequence[Holding], available_memory: int, total_memory: int
 ) -> Holding | None:
     """The unit to end before the kernel picks something else: where available memory is under the
-    floor, the one that is most above what it has reserved (else least below). None while another is
-    still being ended."""
-    if available_memory >= memory_floor(total_memory) or not holdings:
+    floor, the one that is most above what it has reserved. Where none is, so that others than compiles
+    have taken the memory, the one that is least below, and only under a quarter of the floor. None while
+    another is still being ended."""
+    if not holdings or any(holding.ending for holding in holdings):
         return None
-    if any(holding.ending for holding in holdings):
-        return None
-    return max(holdings, key=lambda holding: holding.resident - holding.needs.memory)
+    worst = max(holdings, key=lambda holding: holding.resident - holding.needs.memory)
+    floor = memory_floor(total_memory)
+    if worst.resident <= worst.needs.memory:
+        floor //= 4
+    return worst if available_memory < floor else None

@@ -10,11 +10,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from heapq import nsmallest
 from math import exp, log, log2
 
 from neffbuild.cache.canonical import digest_document
 from neffbuild.config.build import BuildConfig
-from neffbuild.grid.shapes import DecodeShape, PrefillShape, Shape
+from neffbuild.grid.shapes import DecodeShape, Family, PrefillShape, Shape
 from neffbuild.toolchain.base import Expectation, Toolchain, Unit
 
 _OTHER_FAMILY = 4.0
@@ -72,11 +73,14 @@ def scaled_from(
     for sample in samples:
         if sample.value > 0:
             by_shape[sample.shape].append(log(sample.value / prior(sample.shape)))
-    known = [(shape, sum(errors) / len(errors)) for shape, errors in by_shape.items()]
+    known = [(_place(shape), sum(errors) / len(errors)) for shape, errors in by_shape.items()]
 
     @cache
     def scale(shape: Shape) -> float:
-        near = sorted((distance(shape, other), error) for other, error in known)[:_MOST_NEIGHBOURS]
+        place = _place(shape)
+        near = nsmallest(
+            _MOST_NEIGHBOURS, ((_apart(place, other), error) for other, error in known)
+        )
         if not near:
             return prior(shape)
         weights = [1 / (apart + _SAME) ** 2 for apart, _ in near]
@@ -88,9 +92,21 @@ def scaled_from(
 
 def distance(one: Shape, other: Shape) -> float:
     """How far apart two shapes are: doublings of tokens and of context between them."""
-    families = 0.0 if one.family is other.family else _OTHER_FAMILY
-    (tokens, context), (other_tokens, other_context) = _axes(one), _axes(other)
-    return abs(log2(tokens / other_tokens)) + abs(log2(context / other_context)) + families
+    return _apart(_place(one), _place(other))
+
+
+_Place = tuple[float, float, Family]
+"""Where a shape lies: doublings of tokens and of context, and its family."""
+
+
+def _place(shape: Shape) -> _Place:
+    tokens, context = _axes(shape)
+    return log2(tokens), log2(context), shape.family
+
+
+def _apart(one: _Place, other: _Place) -> float:
+    families = 0.0 if one[2] is other[2] else _OTHER_FAMILY
+    return abs(one[0] - other[0]) + abs(one[1] - other[1]) + families
 
 
 def work(shape: Shape) -> int:

@@ -81,13 +81,17 @@ class LinuxHost:
         for folder in self._folders("memory"):
             limit = _number(folder / "memory.max")
             used = _number(folder / "memory.current")
-            reclaimable = "inactive_file"
+            prefix = ""
             if limit is None:
                 limit = _number(folder / "memory.limit_in_bytes")
                 used = _number(folder / "memory.usage_in_bytes")
-                reclaimable = "total_inactive_file"
+                prefix = "total_"
             if limit is not None and limit < _UNLIMITED:
-                cached = _field(folder / "memory.stat", reclaimable)
+                # Pages of files are given back before a limit is enforced.
+                cached = sum(
+                    _field(folder / "memory.stat", f"{prefix}{state}_file")
+                    for state in ("inactive", "active")
+                )
                 yield _MemoryGroup(limit, max(0, (used or 0) - cached))
 
     def _folders(self, controller: str) -> Iterator[Path]:
@@ -111,7 +115,7 @@ class LinuxHost:
 
 @dataclass(frozen=True, slots=True)
 class _MemoryGroup:
-    """Bytes a control group may use, and what it uses that cannot be reclaimed at once."""
+    """Bytes a control group may use, and what it uses beside pages of files."""
 
     limit: int
     used: int

@@ -19,9 +19,9 @@ from neffbuild.farm.admission import (
     must_yield,
     to_be_ended,
 )
+from neffbuild.farm.causes import over_host_memory
 from neffbuild.farm.host import Host
 from neffbuild.farm.local import LocalExecutor
-from neffbuild.farm.outcomes import over_host_memory
 from neffbuild.farm.reservations import FarmClaims, Reservations
 from neffbuild.farm.schedule import Waiting
 

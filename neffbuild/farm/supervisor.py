@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
 from neffbuild.farm import processes, worker
+from neffbuild.farm.causes import cause_of_exit, over_memory, timed_out
 from neffbuild.farm.logfile import UnitLog, log_tail
 from neffbuild.farm.outcomes import (
     CANCELLED,
@@ -26,11 +27,8 @@ from neffbuild.farm.outcomes import (
     CauseKind,
     Outcome,
     UnitResult,
-    cause_of_exit,
     lost_worker,
-    over_memory,
     stored_result,
-    timed_out,
 )
 from neffbuild.farm.scratch import remove_tree
 from neffbuild.farm.worker import Busy, Compiled, Compiling, Job, Report

@@ -27,7 +27,8 @@ from neffbuild.cache.recipe import graph_recipe, recipe_key
 from neffbuild.cache.store import Store
 from neffbuild.config.errors import LockTimeout, NeffbuildError
 from neffbuild.farm import processes
-from neffbuild.farm.outcomes import Cause, Outcome, cause_of_exception
+from neffbuild.farm.causes import cause_of_exception
+from neffbuild.farm.outcomes import Cause, Outcome
 from neffbuild.farm.scratch import used_bytes
 from neffbuild.toolchain.base import Toolchain, Unit
 

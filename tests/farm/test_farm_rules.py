@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from neffbuild.config.errors import StoreError, ToolchainRefusal
 from neffbuild.farm import processes
+from neffbuild.farm.causes import cause_of_exception, cause_of_exit
 from neffbuild.farm.environment import worker_environment
 from neffbuild.farm.logfile import HALF_BYTES, UnitLog, log_tail
-from neffbuild.farm.outcomes import CauseKind, cause_of_exception, cause_of_exit
+from neffbuild.farm.outcomes import CauseKind
 from neffbuild.farm.schedule import longest_first
 from neffbuild.farm.scratch import farm_folder, farms_directory, remove_abandoned
 

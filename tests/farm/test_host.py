@@ -45,7 +45,7 @@ def test_version_2_the_tightest_group_above_counts(tmp_path: Path) -> None:
         {
             "job/memory.max": f"{100 * MIB}\n",
             "job/memory.current": f"{70 * MIB}\n",
-            "job/memory.stat": f"anon 5\ninactive_file {20 * MIB}\nactive_file 3\n",
+            "job/memory.stat": f"anon 5\ninactive_file {20 * MIB}\nactive_file 0\n",
             "job/cpu.max": "100000 100000\n",
             "job/step/memory.max": "max\n",
             "job/step/memory.current": f"{60 * MIB}\n",
@@ -65,7 +65,9 @@ def test_version_1_with_its_controllers_apart(tmp_path: Path) -> None:
             "memory/memory.limit_in_bytes": f"{(1 << 63) - 4096}\n",
             "memory/batch/7/memory.limit_in_bytes": f"{64 * MIB}\n",
             "memory/batch/7/memory.usage_in_bytes": f"{80 * MIB}\n",
-            "memory/batch/7/memory.stat": f"inactive_file 1\ntotal_inactive_file {30 * MIB}\n",
+            "memory/batch/7/memory.stat": (
+                f"inactive_file 1\ntotal_inactive_file {20 * MIB}\ntotal_active_file {10 * MIB}\n"
+            ),
             "cpu,cpuacct/batch/cpu.cfs_quota_us": "50000\n",
             "cpu,cpuacct/batch/cpu.cfs_period_us": "100000\n",
         },
