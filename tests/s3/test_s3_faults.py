@@ -122,6 +122,18 @@ class TestPassingFaults:
         assert retries(store)[kind] >= 5
         assert errors(store) == {}
 
+    def test_a_fault_with_a_checksum_header_is_one_that_passes(
+        self, store: S3Store, proxy: FaultProxy
+    ) -> None:
+        """botocore takes it for a body to check, and raises what it documents nowhere."""
+        assert store.create("runs/a.json", b"1")
+        fault = refuse(500, "InternalError", **{"x-amz-checksum-crc32": "AAAAAA=="})
+        proxy.misbehave(fault, is_get, times=2)
+        document = store.read("runs/a.json")
+        assert document is not None
+        assert document.data == b"1"
+        assert retries(store) == {"ResponseParserError": 2}
+
     @pytest.mark.parametrize(
         ("status", "code"),
         [

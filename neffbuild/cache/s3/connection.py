@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import botocore
 from botocore.config import Config
+from botocore.parsers import ResponseParserError
 
 from neffbuild import __version__
 from neffbuild.cache.s3.errors import (
@@ -121,7 +122,12 @@ class S3Connection:
         if self.options.sse_kms_key_id is not None and operation in _ENCRYPTED:
             parameters["ServerSideEncryption"] = "aws:kms"
             parameters["SSEKMSKeyId"] = self.options.sse_kms_key_id
-        response: Response = self._open().methods[operation](**parameters)
+        method = self._open().methods[operation]
+        try:
+            response: Response = method(**parameters)
+        except AttributeError as error:
+            # botocore trips over a server's fault whose answer has a checksum header.
+            raise ResponseParserError(f"an unreadable answer: {error}") from error
         return response
 
     def attempts(self, operation: str, key: str | None) -> Attempts:
