@@ -49,12 +49,12 @@ def register() -> None:
 
 def _starts_an_engine(arguments: Sequence[str]) -> bool:
     """Whether this is more than vLLM's command line being asked for help, or a client of it."""
+    if any(word in ("-h", "--help") or word.startswith("--help=") for word in arguments[1:]):
+        return False
     if not arguments or PurePath(arguments[0]).name != "vllm":
         return True
     command = arguments[1] if len(arguments) > 1 else "--help"
-    if command.startswith("-") or command in _NEED_NO_ENGINE:
-        return False
-    return not any(word == "-h" or word.startswith("--help") for word in arguments[2:])
+    return not command.startswith("-") and command not in _NEED_NO_ENGINE
 
 
 def _hydrate(settings: HydrationSettings) -> Hydration:

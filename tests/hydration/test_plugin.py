@@ -264,7 +264,13 @@ def test_where_no_store_is_named_nothing_is_imported(fleet: Fleet, reference: st
 
 @pytest.mark.parametrize(
     "arguments",
-    [("vllm",), ("vllm", "--help"), ("vllm", "serve", "--help=all"), ("vllm", "chat")],
+    [
+        ("vllm",),
+        ("vllm", "--version"),
+        ("vllm", "serve", "--help=all"),
+        ("/usr/bin/vllm", "chat"),
+        ("api_server.py", "-h"),
+    ],
 )
 def test_a_command_line_that_starts_no_engine_hydrates_nothing(
     fleet: Fleet, arguments: tuple[str, ...]
