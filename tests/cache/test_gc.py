@@ -19,6 +19,7 @@ from cache_samples import (
     wait_for,
 )
 
+from neffbuild.cache import files
 from neffbuild.cache import lease as leases
 from neffbuild.cache.catalog import commit_entry, entry_name, read_hits
 from neffbuild.cache.directory import DirectoryStore
@@ -371,3 +372,41 @@ def test_a_commit_keeps_the_old_orphan_that_it_found(
 @pytest.fixture(autouse=True)
 def _quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "_LOOK_SECONDS", 0.02)
+
+
+@pytest.mark.parametrize("when", ["write_synced", "copy_checked"])
+def test_what_a_killed_push_was_writing_is_no_hindrance_and_goes_once_it_is_old(
+    store: DirectoryStore, remote: DirectoryStore, entries: list[Entry], when: str
+) -> None:
+    manifest = make_manifest(entries)
+
+    def killed() -> int:
+        work = getattr(files, when)
+
+        def die(*arguments: object) -> None:
+            work(*arguments)
+            os.kill(os.getpid(), 9)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(files, when, die)
+            push(store, remote, manifest, PROD, trust=ANYONE)
+        return 0
+
+    assert wait_for(start_child(killed)) == -9
+    unfinished = set((remote.root / "v1/tmp").iterdir())
+    assert len(unfinished) >= 1
+    assert verify_store(remote, ANYONE).problems == ()
+    push(store, remote, manifest, PROD, trust=ANYONE)
+    assert verify_tag(remote, PROD, ANYONE).ok
+
+    # Others may be writing in the same folder: what is young stays.
+    collect(remote, Policy(grace=0), delete=True)
+    assert set((remote.root / "v1/tmp").iterdir()) == unfinished
+    for path in unfinished:
+        age(path, days=0.1)
+    shown = collect(remote, Policy(), delete=False).decision.leftovers
+    assert {one.name for one in shown} == {f"tmp/{path.name}" for path in unfinished}
+    collect(remote, Policy(), delete=True)
+    assert list((remote.root / "v1/tmp").iterdir()) == []
+    assert list(remote.list("leases/")) == []
+    assert verify_tag(remote, PROD, ANYONE).ok
