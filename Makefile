@@ -4,11 +4,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# vLLM pins half of what it stands on: its tests have an environment of their own.
+VLLM_BIN := $(VENV)-vllm/bin
 # The release development and CI run on; the package itself allows a range.
 TORCH := torch==2.13.0
 PIP_FLAGS := --quiet --disable-pip-version-check
 
-.PHONY: demo demo-eagle3 test test-slow lint bench clean
+.PHONY: demo demo-eagle3 test test-slow test-vllm bench-vllm lint bench clean
 
 demo: $(VENV)/.runtime
 	PATH="$(abspath $(BIN)):$$PATH" scripts/demo.sh
@@ -22,6 +24,12 @@ test: $(VENV)/.dev
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow
 
+test-vllm: $(VENV)-vllm/.installed
+	$(VLLM_BIN)/python -m pytest tests/vllm
+
+bench-vllm: $(VENV)-vllm/.installed
+	$(VLLM_BIN)/python benchmarks/bench_vllm_start.py
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -33,7 +41,7 @@ bench: $(VENV)/.dev
 	for benchmark in benchmarks/bench_*.py; do $(BIN)/python $$benchmark; done
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-vllm build dist *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -44,4 +52,11 @@ $(VENV)/.runtime: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.dev: $(VENV)/.runtime
 	$(BIN)/pip install $(PIP_FLAGS) '$(TORCH)' -e '.[inductor,dev]'
+	touch $@
+
+$(VENV)-vllm/.installed: pyproject.toml tests/vllm/requirements.txt tests/vllm/constraints.txt
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VLLM_BIN)/pip install $(PIP_FLAGS) -r tests/vllm/requirements.txt -c tests/vllm/constraints.txt \
+		-e '.[vllm]'
+	$(VLLM_BIN)/pip uninstall $(PIP_FLAGS) --yes torchvision torchaudio torchcodec triton
 	touch $@
