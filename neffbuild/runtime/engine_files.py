@@ -16,8 +16,8 @@ from neffbuild.cache.directory import DirectoryStore
 from neffbuild.cache.entry import FileRecord
 from neffbuild.cache.manifest import Manifest
 from neffbuild.config.errors import NeffbuildError
+from neffbuild.toolchain.base import ENGINE_FILES
 
-FOLDER = "engine"
 _log = logging.getLogger(__name__)
 
 
@@ -58,5 +58,5 @@ def _wanted(manifest: Manifest, roots: Mapping[str, Path]) -> Iterator[tuple[Pat
         for name, record in entry.files.items():
             folder, _, rest = name.partition("/")
             engine, _, below = rest.partition("/")
-            if folder == FOLDER and below and engine in roots:
+            if folder == ENGINE_FILES and below and engine in roots:
                 yield roots[engine] / below, record

@@ -58,13 +58,20 @@ class Unit:
     key: str
 
 
+ENGINE_FILES = "engine"
+"""The folder of an artifact whose files are no part of the program: below `engine/<engine>/` lies what
+that engine keeps in a cache of its own and finds there at its next start."""
+
+
 @dataclass(frozen=True, slots=True)
 class Captured:
     """A captured graph. `graph_digest` is the digest of its canonical walk; `graph` is the
-    toolchain's own and means nothing to anyone else."""
+    toolchain's own and means nothing to anyone else. `engine_files` is what an engine that was started
+    for the capture left in its own cache: name below `ENGINE_FILES` → content."""
 
     graph_digest: str
     graph: Any
+    engine_files: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

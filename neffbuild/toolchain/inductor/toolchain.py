@@ -6,6 +6,7 @@ Importing this imports no torch; capture, compile and load do.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from neffbuild.config.errors import ToolchainRefusal
 from neffbuild.grid.bucketer import QueryLenSupport
 from neffbuild.grid.shapes import DecodeShape, Shape
 from neffbuild.toolchain.base import (
+    ENGINE_FILES,
     Artifact,
     Capabilities,
     Captured,
@@ -85,7 +87,8 @@ class InductorToolchain:
 
         toolchain = unit.config.toolchain
         level = cpu_level(target_level(toolchain.target))
-        return compile_graph(captured.graph, level, toolchain.flags, scratch, shared)
+        artifact = compile_graph(captured.graph, level, toolchain.flags, scratch, shared)
+        return replace(artifact, files={**artifact.files, **_engine_files(captured, scratch)})
 
     def load(self, files: Path, recipe: Mapping[str, Any]) -> Executable:
         from neffbuild.toolchain.inductor.executable import load_executable
@@ -103,3 +106,13 @@ class InductorToolchain:
             f"the unit's recipe says {name} {planned.get(name)!r}, this host would build "
             f"{here[name]!r}"
         )
+
+
+def _engine_files(captured: Captured, scratch: Path) -> dict[str, Path]:
+    """The engine's own files as files of the artifact."""
+    files = {}
+    for name, content in captured.engine_files.items():
+        path = files[f"{ENGINE_FILES}/{name}"] = scratch / ENGINE_FILES / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return files

@@ -7,6 +7,7 @@ arguments of the graph, so none are loaded; there is no tokenizer and no network
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ from neffbuild.config.build import BuildConfig
 from neffbuild.config.errors import ToolchainRefusal
 from neffbuild.toolchain.base import Captured
 from neffbuild.toolchain.inductor.capture import capture_graph
+from neffbuild.toolchain.inductor.engines import VLLM
 from neffbuild.toolchain.inductor.vllm_engine import BACKEND, warm_up_options
 
 _log = logging.getLogger(__name__)
@@ -60,6 +62,9 @@ def capture_engine(config: BuildConfig) -> Captured:
         (model / "config.json").write_text(json.dumps(dict(config.model.architecture)))
         with suppress(_Stop):
             _start(str(model), warm_up_options(config))
+        # Some of what is left of the engine computes when it is finalised, which must not be traced.
+        gc.collect()
+        model_infos = _model_infos(Path(folder))
     if not received:
         raise ToolchainRefusal(
             "vLLM started without asking its backend for a program",
@@ -67,7 +72,16 @@ def capture_engine(config: BuildConfig) -> Captured:
             value=config.model.name,
             hint="does vLLM compile this model? Models without its compile decorator run eagerly",
         )
-    return received[0]
+    return dataclasses.replace(received[0], engine_files=model_infos)
+
+
+def _model_infos(cache_root: Path) -> dict[str, bytes]:
+    """What vLLM found out about model classes, which takes a process of its own that imports torch. It
+    keeps that by the digest of the class's source, without paths."""
+    return {
+        f"{VLLM}/modelinfos/{path.name}": path.read_bytes()
+        for path in sorted((cache_root / "modelinfos").glob("*.json"))
+    }
 
 
 @contextmanager
