@@ -13,6 +13,7 @@ whose `inner_exception` is it.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,6 +54,7 @@ from neffbuild.toolchain.inductor.identity import (
 )
 
 _LOCK_WAIT_SECONDS = 7200.0
+_log = logging.getLogger(__name__)
 
 
 _unit: ContextVar[UnitInContext | None] = ContextVar("neffbuild_unit", default=None)
@@ -104,6 +106,8 @@ def neffbuild_backend(
             program = load_program(settings.store, entry)
         except IntegrityError as error:
             damaged = error
+            if not settings.strict:
+                _log.warning("%s; it is compiled anew", error.message)
             continue
         counters.hits += 1
         return program
