@@ -1,122 +1,101 @@
 """Static shards against the schedule that talks: how much longer do they take?
 
 Simulated makespans, in parts of what the farm's own schedule (longest first, one queue for all machines)
-takes on as many workers: shards as `--shard I/N` cuts them, contiguous pieces of the plan, every n-th
-unit, and one queue in the order of the plan. Shards work their units off longest first. Times are those
-that were expected, then up to 30 % off them.
+takes with as many workers: shards as `--shard I/N` cuts them, contiguous pieces of the plan, every n-th
+unit, and one queue in the order of the plan. Each machine works its part off longest first. First the
+measured times of a 27-unit EAGLE3 grid, by what can be known of them before; then simulated units whose
+times were expected exactly, and up to 30 % wrong.
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
 import random
-from collections.abc import Callable, Sequence
-from itertools import product
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise, product
 from statistics import median
 
-from neffbuild.farm.expectations import work
-from neffbuild.farm.shards import Shard, shard_members
-from neffbuild.grid.shapes import DecodeShape, Family
+from bench_schedule import DISTRIBUTIONS, WRONG, grid_expectations, makespan, measured_grid, off
 
-_Times = list[float]
+from neffbuild.farm.shards import Shard, shard_members
+
+_Times = Sequence[float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 8], help="of one machine")
-    arguments = parser.parse_args()
-    header = f"{'units':24} {'machines':>8} {'workers':>7}" + "".join(
-        f" {name:>16}" for name in ("shards", "contiguous", "every n-th", "plan order")
-    )
-    for wrong in (0.0, 0.3):
-        print(
-            f"\nexpectations off by up to {wrong:.0%}: median (worst) of what longest first takes"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=10)
+    seeds = parser.parse_args().seeds
+    print(f"{'':42} " + " ".join(f"{name:>15}" for name in WAYS))
+    shapes, times = measured_grid()
+    for name, expected in grid_expectations(shapes, times).items():
+        # Shards know no measurements: only what follows from the shapes.
+        if name.startswith("known"):
+            continue
+        for machines in (2, 3, 8):
+            print_ratios(
+                f"27 measured, {name}: {machines} × 1", [ratios(times, expected, machines, 1)]
+            )
+    for wrong, (name, one), units, machines, workers in product(
+        (False, True), DISTRIBUTIONS.items(), (144, 1000), (8, 64), (1, 8)
+    ):
+        found = []
+        for seed in range(seeds):
+            source = random.Random(seed)
+            drawn = [one(source) for _ in range(units)]
+            expected = off(drawn, source) if wrong else drawn
+            found.append(ratios(drawn, expected, machines, workers))
+        off_by = f", {WRONG:.0%} wrong" if wrong else ""
+        print_ratios(f"{units} {name}{off_by}: {machines} × {workers}", found)
+
+
+def ratios(times: _Times, expected: _Times, machines: int, workers: int) -> list[float]:
+    """What each way takes on `machines` with `workers` each, in parts of one queue, longest first."""
+    best = makespan(times, expected, machines * workers)
+    return [way(times, expected, machines, workers) / best for way in WAYS.values()]
+
+
+def static(
+    split: Callable[[_Times, int], Iterable[Sequence[int]]],
+) -> Callable[[_Times, _Times, int, int], float]:
+    """The makespan of machines that each work a part off, none of them helping another."""
+
+    def span(times: _Times, expected: _Times, machines: int, workers: int) -> float:
+        return max(
+            makespan([times[n] for n in part], [expected[n] for n in part], workers)
+            for part in split(expected, machines)
         )
-        print(header)
-        for (name, draw), machines in product(CASES.items(), (2, 8, 64)):
-            for workers in arguments.workers:
-                ratios = [
-                    compared(draw(random.Random(seed)), machines, workers, wrong, seed)
-                    for seed in range(arguments.seeds)
-                ]
-                cells = [
-                    f"{median(column):9.3f} ({max(column):.2f})"
-                    for column in zip(*ratios, strict=True)
-                ]
-                print(f"{name:24} {machines:8} {workers:7} " + " ".join(cells))
+
+    return span
 
 
-def compared(
-    expected: _Times, machines: int, workers: int, wrong: float, seed: int
-) -> tuple[float, ...]:
-    """Makespans of the four ways, each divided by that of one queue, longest first."""
-    noise = random.Random(seed)
-    actual = [each * noise.uniform(1 - wrong, 1 + wrong) for each in expected]
-    places = range(len(expected))
-
-    def worked_off(part: Sequence[int], on: int) -> float:
-        return makespan([actual[place] for place in longest_first(part, expected)], on)
-
-    splits = (
-        [shard_members(expected, Shard(number, machines)) for number in range(1, machines + 1)],
-        [
-            places[len(places) * number // machines : len(places) * (number + 1) // machines]
-            for number in range(machines)
-        ],
-        [places[number::machines] for number in range(machines)],
-    )
-    best = worked_off(places, machines * workers)
-    static = [max(worked_off(part, workers) for part in parts) for parts in splits]
-    return tuple(each / best for each in (*static, makespan(actual, machines * workers)))
+def shards(expected: _Times, machines: int) -> list[list[int]]:
+    return [shard_members(expected, Shard(number, machines)) for number in range(1, machines + 1)]
 
 
-def longest_first(part: Sequence[int], expected: _Times) -> list[int]:
-    return sorted(part, key=lambda place: -expected[place])
+def contiguous(expected: _Times, machines: int) -> list[range]:
+    ends = [len(expected) * number // machines for number in range(machines + 1)]
+    return [range(*pair) for pair in pairwise(ends)]
 
 
-def makespan(times: Sequence[float], workers: int) -> float:
-    """When the last of `workers` is done that take units in this order as they come free."""
-    free = [0.0] * workers
-    for each in times:
-        heapq.heapreplace(free, free[0] + each)
-    return max(free)
+def every_nth(expected: _Times, machines: int) -> list[range]:
+    return [range(number, len(expected), machines) for number in range(machines)]
 
 
-def grid(rows: int, contexts: int) -> _Times:
-    """An EAGLE3 grid of `3 × rows × contexts` units, as a toolchain without a prior expects it."""
-    return [
-        work(DecodeShape(family, 1 << row, query_len, 1024 << context)) ** 0.5
-        for family, query_len in (
-            (Family.TARGET_WITH_SPEC, 6),
-            (Family.TARGET_WITHOUT_SPEC, 1),
-            (Family.DRAFT, 6),
-        )
-        for row, context in product(range(rows), range(contexts))
-    ]
+def plan_order(times: _Times, expected: _Times, machines: int, workers: int) -> float:
+    return makespan(times, [0.0] * len(times), machines * workers)
 
 
-def drawn(count: int, one: Callable[[random.Random], float]) -> Callable[[random.Random], _Times]:
-    return lambda source: [one(source) for _ in range(count)]
+def print_ratios(what: str, found: Sequence[list[float]]) -> None:
+    cells = [f"{median(column):.3f} ({max(column):.3f})" for column in zip(*found, strict=True)]
+    print(f"{what:42} " + " ".join(f"{cell:>15}" for cell in cells))
 
 
-def bimodal(source: random.Random) -> float:
-    return source.uniform(60, 180) if source.random() < 0.8 else source.uniform(1800, 3600)
-
-
-CASES: dict[str, Callable[[random.Random], _Times]] = {
-    "EAGLE3 grid, 27": lambda _: grid(3, 3),
-    "EAGLE3 grid, 144": lambda _: grid(8, 6),
-    **{
-        f"{name}, {count}": drawn(count, one)
-        for count in (144, 1000)
-        for name, one in (
-            ("log-normal", lambda source: source.lognormvariate(6, 1)),
-            ("Pareto", lambda source: 60 * source.paretovariate(1.5)),
-            ("bimodal", bimodal),
-        )
-    },
+WAYS: dict[str, Callable[[_Times, _Times, int, int], float]] = {
+    "shards": static(shards),
+    "contiguous": static(contiguous),
+    "every n-th": static(every_nth),
+    "plan order": plan_order,
 }
 
 
