@@ -28,8 +28,8 @@ from neffbuild.farm.outcomes import (
     UnitStarted,
     lost_worker,
 )
-from neffbuild.farm.server import LEAVE
 from neffbuild.farm.scratch import remove_tree
+from neffbuild.farm.server import LEAVE
 from neffbuild.farm.supervisor import GRACE_SECONDS, End, Sampled, Started
 from neffbuild.farm.worker import Busy, Job
 
