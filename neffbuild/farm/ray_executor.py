@@ -32,7 +32,7 @@ from neffbuild.farm.outcomes import (
     lost_worker,
 )
 from neffbuild.farm.ray_node import Ended, Order, Watcher, run_unit
-from neffbuild.farm.ray_rules import Node, asked, living_nodes, shortfall, task_options
+from neffbuild.farm.ray_rules import asked, living_nodes, shortfall, task_options
 from neffbuild.farm.worker import Busy, Job
 from neffbuild.toolchain.base import Toolchain
 
@@ -73,7 +73,7 @@ class RayExecutor:
         self._ray = _import_ray()
         self._flights: dict[Any, _Flight] = {}
         self._events: list[UnitStarted | UnitDeferred] = []
-        self._nodes: list[Node] = []
+        self._hosts: dict[str, str] = {}
         self._nodes_seen = 0.0
         self._cancelled_at: float | None = None
         self._task: Any = None
@@ -206,23 +206,27 @@ class RayExecutor:
         self._events.append(UnitStarted(flight.job.unit))
 
     def _lost(self, flight: _Flight) -> None:
+        host = self._hosts.get(str(flight.node), flight.node)
         flight.node = None
-        self._events.append(UnitDeferred(flight.job.unit, "lost machine: Ray starts it on another"))
+        reason = f"lost machine {host}: Ray starts the unit on another"
+        self._events.append(UnitDeferred(flight.job.unit, reason))
 
     def _unplaceable(self) -> list[tuple[Job, UnitResult | Busy]]:
         """Looks, once a second, for units whose node is gone and for those no living node could hold."""
         now = time.monotonic()
         if now < self._nodes_seen + _NODES_SECONDS:
             return []
-        self._nodes, self._nodes_seen = living_nodes(self._ray.nodes()), now
-        alive = {node.id for node in self._nodes}
+        self._nodes_seen = now
+        nodes = living_nodes(self._ray.nodes())
+        alive = {node.id: node.host for node in nodes}
+        self._hosts.update(alive)
         ended: list[tuple[Job, UnitResult | Busy]] = []
         for ref, flight in list(self._flights.items()):
             if flight.node is not None and flight.node not in alive:
                 self._lost(flight)
             if flight.node is not None:
                 continue
-            reason = shortfall(flight.resources, self._nodes)
+            reason = shortfall(flight.resources, nodes)
             if reason is None:
                 flight.short_since = None
                 continue
