@@ -69,6 +69,11 @@ def command(
     store = tiered.local
     plan = plan_config(config, load_toolchain(config.toolchain.name), store)
     lacking = [unit.key for unit in plan.with_status(Status.MISSING) if unit.key]
+    if lacking and not all(tier.readable for tier in tiered.tiers):
+        output.remark(
+            "remotes are not read, as signatures are required and units found by their keys have none; "
+            "where only trusted machines can write, push with `cache.require_signature: false`"
+        )
     with progress_line("fetch") as progress:
         tiered.back_fill(lacking, progress=progress)
     manifest = store_plan_manifest(plan, store)

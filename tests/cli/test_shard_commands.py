@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,41 @@ class TestAMatrixOfThree:
         merged = project.call("merge-report", *files, "again.json", "--json")
         assert merged.status == 0
         assert merged.document["counts"] == {"built": 6, "cached": 0, "failed": 0}
+
+    def test_shares_nothing_but_files(self, project: Project, tmp_path: Path) -> None:
+        """Without a remote: each machine hands over its cache, as CI jobs do with artifacts."""
+        config = project.write()
+        for index in (1, 2, 3):
+            words = ["--shard", f"{index}/3", "--cache", f"cache-{index}"]
+            assert project.run("compile", config, *words).status == 0
+            packed = ["tar", "-C", f"cache-{index}", "--exclude=v1/loaded", "-czf"]
+            subprocess.run([*packed, f"cache-{index}.tar.gz", "v1"], check=True, cwd=project.root)
+            imported = ["import", f"cache-{index}.tar.gz", "--cache", "fourth"]
+            assert project.call(*imported).status == 0
+        push = ["push", config, "--cache", "fourth", "--to", str(tmp_path / "store"), "--tag", "v1"]
+        pushed = project.call(*push, "--json")
+        assert (pushed.document["units"], pushed.document["units_fetched"]) == (6, 0)
+
+    def test_is_not_believed_unsigned_where_signatures_are_required(
+        self, project: Project, remote: str
+    ) -> None:
+        config = project.write()
+        for index in (1, 2, 3):
+            self.compiled(project, config, index, remote)
+        assert project.call("keygen", "--out", "key").status == 0
+        keys = {"keys": ["key.pub"]}
+        push = ["--cache", "fourth", "--remote", remote, "--tag", "v1", "--key", "key.key"]
+        signed = project.write("signed.yaml", sections={"cache": keys})
+        refused = project.call("push", signed, *push)
+        assert refused.status == 1
+        assert "remotes are not read, as signatures are required" in refused.err
+        trusting = project.write(
+            "trusting.yaml", sections={"cache": {**keys, "require_signature": False}}
+        )
+        assert project.call("push", trusting, *push).status == 0
+        # Whoever serves believes the tag, which is signed.
+        verified = project.call("verify", remote, "--tag", "default:v1", "--key", "key.pub")
+        assert verified.status == 0
 
 
 def test_a_failed_shard_names_how_to_try_it_again(project: Project) -> None:
