@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from neffbuild.config.model import ModelConfig
 from neffbuild.farm.expectations import (
     Sample,
     default_prior,
@@ -21,7 +22,8 @@ from neffbuild.farm.expectations import (
     work,
 )
 from neffbuild.grid.shapes import DecodeShape, Family, PrefillShape, Shape
-from neffbuild.toolchain.base import Unit
+from neffbuild.toolchain.base import Expectation, Unit
+from neffbuild.toolchain.inductor.prior import inductor_prior
 
 decodes = st.builds(
     DecodeShape,
@@ -127,3 +129,19 @@ def test_a_toolchain_without_a_prior_gets_the_default() -> None:
     assert small.seconds == pytest.approx(60)
     assert large.seconds > small.seconds
     assert small.memory_bytes == large.memory_bytes == 1 << 30
+
+
+def test_inductors_prior_grows_with_the_layers_a_family_runs() -> None:
+    def prior(family: Family, **architecture: int) -> Expectation:
+        (unit,) = farmtools.make_units(Path("/nowhere"), 1)
+        model, draft = ModelConfig("m", architecture), ModelConfig("d", {"num_hidden_layers": 1})
+        config = replace(unit.config, model=model, draft_model=draft)
+        return inductor_prior(config, DecodeShape(family, 1, 1, 128))
+
+    draft = prior(Family.DRAFT, num_hidden_layers=80)
+    small = prior(Family.TARGET_WITH_SPEC, num_hidden_layers=4)
+    large = prior(Family.TARGET_WITH_SPEC, num_hidden_layers=80)
+    assert draft.seconds < small.seconds < large.seconds
+    assert draft.memory_bytes < small.memory_bytes < large.memory_bytes
+    # An estimate refuses nothing.
+    assert small.seconds < prior(Family.TARGET, n_layer=12).seconds < large.seconds

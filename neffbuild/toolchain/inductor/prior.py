@@ -18,15 +18,23 @@ _LAYER_SECONDS = 2.8
 _BASE_MEMORY = 713 << 20
 _LAYER_MEMORY = 13 << 20
 _SCRATCH = 64 << 20
+_COMMON_LAYERS = 32
 _DRAFTS = frozenset({Family.DRAFT, Family.DRAFT_PREFILL})
 
 
 def inductor_prior(config: BuildConfig, shape: Shape) -> Expectation:
     """Seconds and bytes by the layers of the model that the shape's family runs."""
     is_draft = shape.family in _DRAFTS and config.draft_model is not None
-    layers = 1 if is_draft else config.model.num_hidden_layers
+    layers = 1 if is_draft else _layers(config)
     return Expectation(
         seconds=_BASE_SECONDS + _LAYER_SECONDS * layers,
         memory_bytes=_BASE_MEMORY + _LAYER_MEMORY * layers,
         scratch_bytes=_SCRATCH,
     )
+
+
+def _layers(config: BuildConfig) -> int:
+    """An estimate refuses nothing: a model that does not say how many it has gets the layers of a common
+    one."""
+    stated = config.model.text.get("num_hidden_layers")
+    return stated if isinstance(stated, int) and stated > 0 else _COMMON_LAYERS
