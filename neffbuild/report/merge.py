@@ -61,6 +61,7 @@ class _Shard(_Part):
 
 class _Run(_Part):
     wall_seconds: float = Field(ge=0)
+    absent_units: int = Field(default=0, ge=0)
     units: list[_Unit]
     remotes: list[_Remote] = Field(default_factory=list)
     shard: _Shard | None = None
@@ -161,7 +162,10 @@ def merge_reports(reports: Sequence[RunReport]) -> Merged:
     """
     units = _joined_units(reports)
     shards = [(report, report.run.shard) for report in reports if report.run.shard]
-    expected = len(units)
+    # A report may itself be of several that were joined.
+    expected = max(
+        (len(report.run.units) + report.run.absent_units for report in reports), default=0
+    )
     for report, shard in shards:
         first, other = shards[0][1].of_units, shard.of_units
         if first != other:
@@ -171,7 +175,7 @@ def merge_reports(reports: Sequence[RunReport]) -> Merged:
                 value=report.source,
                 hint="start every shard with the same config, options and version of neffbuild",
             )
-        expected = other
+        expected = max(expected, other)
     absent = max(0, expected - len(units))
     counts = Counter(unit["outcome"] for unit in units)
     document = {

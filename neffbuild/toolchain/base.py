@@ -170,7 +170,8 @@ class Toolchain(Protocol):
 
     def prior(self, config: BuildConfig, shape: Shape) -> Expectation:
         """What compiling a shape is expected to take where nothing like it was ever measured. It orders
-        units and bounds how many run at once; measurements replace it from the first run on. Imports
+        units and bounds how many run at once; measurements replace it from the first run on. It depends
+        on nothing but its arguments: machines that cannot talk cut a config into shards by it. Imports
         nothing heavy. A toolchain without it gets `neffbuild.farm.expectations.default_prior`."""
         ...
 

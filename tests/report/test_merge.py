@@ -141,6 +141,9 @@ def test_units_of_a_shard_without_a_report_are_missed() -> None:
     # A later run of everything that is left, in one piece or in another split, has it.
     assert merged(*reports, run(unit(GRID[3]))).complete
     assert merged(*reports, run(unit(GRID[3]), shard=shard(1, 1))).complete
+    # Joined reports can be joined again.
+    assert merged(joined.document).absent_units == 1
+    assert merged(joined.document, run(unit(GRID[3]))).complete
     # Of two splits nobody can tell which shard it is that is missing.
     assert merged(*reports, run(shard=shard(1, 1))).absent_shards == ()
 
