@@ -7,7 +7,7 @@ System", 1995). Expectations may be wrong, so only so many may pass it; then not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Self
@@ -138,10 +138,13 @@ def free_resources(
     )
 
 
-def must_yield(running: int, starved_elsewhere: bool) -> bool:
-    """Whether a farm that has `running` units leaves what is free to another farm of the host that has
-    none and waits: so each farm gets at least one unit at a time."""
-    return running > 0 and starved_elsewhere
+def must_yield(starved_since: float | None, others: Iterable[float]) -> bool:
+    """Whether a farm leaves what is free to another one of the host: to one that has no unit running and
+    waits, so that each gets at least one at a time, the one that has waited longest first.
+
+    `others` are since when those do; `starved_since` since when this one does, None while it runs units.
+    """
+    return any(starved_since is None or since < starved_since for since in others)
 
 
 def memory_floor(total: int) -> int:

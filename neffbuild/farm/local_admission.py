@@ -59,6 +59,7 @@ class LocalAdmission:
         self.workers = min(self.asked, by_cpus, units)
         self._is_bounded = by_cpus < min(self.asked, units)
         self._running: dict[str, _Held] = {}
+        self._starved_since: float | None = None
         self._first = ""
         self._passes = 0
         self._watched = self._stated = 0.0
@@ -82,8 +83,7 @@ class LocalAdmission:
             if others is None:
                 return Held("farms", "another farm on this host does not let go of their lock")
             decision = self._decide(due, others)
-            waits = isinstance(decision, Held)
-            self._state(FarmClaims(self._holdings(), waiting=waits))
+            self._state(FarmClaims(self._holdings(), self._starved_since))
         return decision
 
     def release(self, key: str) -> None:
@@ -111,7 +111,12 @@ class LocalAdmission:
             self._state(FarmClaims(holdings))
 
     def _decide(self, due: Sequence[Waiting], others: Sequence[FarmClaims]) -> Admitted | Held:
-        if must_yield(len(self._running), any(farm.starved for farm in others)):
+        if self._running:
+            self._starved_since = None
+        elif self._starved_since is None:
+            self._starved_since = time.monotonic()
+        starved = [farm.starved_since for farm in others if farm.starved_since is not None]
+        if must_yield(self._starved_since, starved):
             return Held("farms", "another farm on this host waits for its first unit to find room")
         holdings = [*self._holdings(), *(h for farm in others for h in farm.holdings)]
         free_scratch = int(self._host.free_scratch(self._folder) * self._fraction)
@@ -130,6 +135,7 @@ class LocalAdmission:
         waiting, claim = due[place], claims[place]
         holding = Holding(f"{self._folder.name}/{waiting.unit.key}", claim.needs)
         self._running[waiting.unit.key] = _Held(holding, time.monotonic() + claim.seconds)
+        self._starved_since = None
         return Admitted(place, claim.needs, warning)
 
     def _claim(self, waiting: Waiting, budget: Resources) -> Claim:

@@ -27,15 +27,11 @@ _STALE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class FarmClaims:
-    """What one farm says of itself: the units it runs, and whether it waits for room for another."""
+    """What one farm says of itself: the units it runs; or since when it has waited for room for its only
+    one, on the host's monotonic clock."""
 
     holdings: tuple[Holding, ...] = ()
-    waiting: bool = False
-
-    @property
-    def starved(self) -> bool:
-        """It waits, and nothing of it runs."""
-        return self.waiting and not self.holdings
+    starved_since: float | None = None
 
 
 class Reservations:
@@ -69,7 +65,9 @@ class Reservations:
         temporary = self._document.with_suffix(".new")
         units = [asdict(holding) for holding in claims.holdings]
         with contextlib.suppress(OSError):
-            temporary.write_text(json.dumps({"waiting": claims.waiting, "units": units}))
+            temporary.write_text(
+                json.dumps({"starved_since": claims.starved_since, "units": units})
+            )
             temporary.rename(self._document)
 
 
@@ -111,4 +109,4 @@ def _read(path: Path) -> FarmClaims:
     holdings = tuple(
         Holding(**{**unit, "needs": Resources(**unit["needs"])}) for unit in document["units"]
     )
-    return FarmClaims(holdings, bool(document["waiting"]) and age < _STALE_SECONDS)
+    return FarmClaims(holdings, document["starved_since"] if age < _STALE_SECONDS else None)

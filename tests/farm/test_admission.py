@@ -152,6 +152,13 @@ def test_the_floor(total: int, floor: int) -> None:
 
 
 def test_a_farm_with_units_yields_to_one_that_has_none() -> None:
-    assert must_yield(1, starved_elsewhere=True)
-    assert not must_yield(0, starved_elsewhere=True)
-    assert not must_yield(5, starved_elsewhere=False)
+    assert must_yield(None, [5.0])
+    assert not must_yield(None, [])
+
+
+@given(st.lists(st.floats(0, 1e9), min_size=1, max_size=5, unique=True))
+def test_of_the_farms_that_have_none_the_one_that_waits_longest_is_first(
+    waits: list[float],
+) -> None:
+    free = [mine for mine in waits if not must_yield(mine, [o for o in waits if o != mine])]
+    assert free == [min(waits)]

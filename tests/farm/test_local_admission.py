@@ -1,0 +1,180 @@
+"""Several farms on one host, step by step: their reservations are real files, their units are not."""
+
+from __future__ import annotations
+
+import random
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import farmtools
+import pytest
+
+from neffbuild.config.build import FarmConfig
+from neffbuild.farm.admission import Admitted, Claim, Held, Resources
+from neffbuild.farm.local_admission import LocalAdmission
+from neffbuild.farm.outcomes import Cause
+from neffbuild.farm.schedule import Waiting
+from neffbuild.farm.scratch import farm_folder
+
+MIB = 1 << 20
+
+
+@dataclass
+class Host:
+    """A host whose available memory a test sets."""
+
+    cpus: int = 8
+    total_memory: int = 1000 * MIB
+    available: int = 1000 * MIB
+
+    def available_memory(self) -> int:
+        return self.available
+
+    def free_scratch(self, folder: Path) -> int:
+        return 1 << 40
+
+
+@dataclass
+class Executor:
+    """Holds what a test says its units hold."""
+
+    held: dict[str, int] = field(default_factory=dict)
+    ended: list[tuple[str, Cause]] = field(default_factory=list)
+
+    def resident(self) -> dict[str, int]:
+        return self.held
+
+    def end(self, key: str, cause: Cause) -> None:
+        self.ended.append((key, cause))
+
+
+@dataclass
+class Farm:
+    """One farm and what it still has to start."""
+
+    admission: LocalAdmission
+    executor: Executor
+    waiting: list[Waiting]
+    running: dict[str, Resources] = field(default_factory=dict)
+
+    def step(self) -> Admitted | Held | None:
+        decision = self.admission.admit(self.waiting)
+        if isinstance(decision, Admitted):
+            self.running[self.waiting.pop(decision.place).unit.key] = decision.needs
+        return decision
+
+    def end(self, key: str) -> None:
+        del self.running[key]
+        self.admission.release(key)
+
+
+def farm(stack: ExitStack, host: Host, memory: list[int], **fields: object) -> Farm:
+    units = farmtools.make_units(Path("/nowhere"), len(memory))
+    executor = Executor()
+    config = FarmConfig(**{"memory_fraction": 1.0, **fields})
+    folder = stack.enter_context(farm_folder())
+    admission = LocalAdmission(host, folder, executor, config, len(units))  # type: ignore[arg-type]
+    waiting = [
+        Waiting(unit, Claim(Resources(1, size * MIB), 1.0))
+        for unit, size in zip(units, memory, strict=True)
+    ]
+    return Farm(admission, executor, waiting)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_farms_together_stay_within_the_host_and_all_get_done(folder: Path, seed: int) -> None:
+    source = random.Random(seed)
+    host = Host()
+    with ExitStack() as stack:
+        # Some units are larger than the host: they run alone on it.
+        farms = [
+            farm(stack, host, [source.choice([50, 200, 600, 1500]) for _ in range(count)])
+            for count in (12, 5, 1)
+        ]
+        for _ in range(2000):
+            one = source.choice(farms)
+            if one.running and source.random() < 0.5:
+                one.end(source.choice(list(one.running)))
+            else:
+                one.step()
+            held = [needs for each in farms for needs in each.running.values()]
+            total = sum(held, Resources())
+            assert total.cpus <= host.cpus
+            assert total.memory <= host.total_memory or len(held) == 1
+            if not any(each.waiting or each.running for each in farms):
+                return
+        pytest.fail(f"units still wait: {[len(each.waiting) for each in farms]}")
+
+
+def test_a_farm_without_units_gets_the_next_room(folder: Path) -> None:
+    host = Host()
+    with ExitStack() as stack:
+        busy = farm(stack, host, [200] * 50)
+        while isinstance(busy.step(), Admitted):
+            pass
+        assert len(busy.running) == 5
+        newcomer = farm(stack, host, [900, 900])
+        assert isinstance(newcomer.step(), Held)
+        while busy.running:
+            busy.end(next(iter(busy.running)))
+            # It looks first each time, and for the last time when nothing of either runs.
+            decision = busy.step()
+            assert isinstance(decision, Held)
+            assert decision.short == "farms"
+        assert isinstance(newcomer.step(), Admitted)
+        # Now it is the other way round.
+        assert isinstance(busy.step(), Held)
+        newcomer.end(next(iter(newcomer.running)))
+        assert isinstance(newcomer.step(), Held)
+        assert isinstance(busy.step(), Admitted)
+
+
+def test_memory_that_other_programs_take_is_waited_for_while_something_runs(folder: Path) -> None:
+    host = Host()
+    with ExitStack() as stack:
+        only = farm(stack, host, [300, 300, 300])
+        assert isinstance(only.step(), Admitted)
+        host.available = 500 * MIB  # of which the first may still take 300
+        held = only.step()
+        assert isinstance(held, Held)
+        assert held.short == "memory"
+        assert (
+            "needs 0.3 GiB of memory, 0.2 GiB of the 1.0 GiB for compiles are free" in held.reason
+        )
+        host.available = 600 * MIB
+        assert isinstance(only.step(), Admitted)
+
+
+def test_the_farm_of_the_unit_that_outgrew_its_reservation_most_ends_it(folder: Path) -> None:
+    host = Host()
+    with ExitStack() as stack:
+        farms = [farm(stack, host, [200]) for _ in range(2)]
+        for one, size in zip(farms, (250, 700), strict=True):
+            one.step()
+            one.executor.held = dict.fromkeys(one.running, size * MIB)
+            one.admission.watch()
+        assert not any(one.executor.ended for one in farms)
+        host.available = 30 * MIB
+        for one in farms:
+            # What it holds is told to the others once a second; here at once.
+            one.admission._watched = one.admission._stated = 0.0
+        for one in reversed(farms):
+            one.admission.watch()
+        (innocent, eater) = farms
+        assert not innocent.executor.ended
+        ((key, cause),) = eater.executor.ended
+        assert key in eater.running
+        assert "ended at 0.7 GiB, 0.2 GiB of which were reserved for it" in cause.text
+
+
+def test_a_claim_of_more_cores_than_there_are_runs_alone(folder: Path) -> None:
+    with ExitStack() as stack:
+        only = farm(stack, Host(cpus=2), [10, 10], cpus=2)
+        assert only.admission.workers == 1
+        only.waiting = [
+            Waiting(one.unit, Claim(Resources(4, 10 * MIB), 1.0)) for one in only.waiting
+        ]
+        admitted = only.step()
+        assert isinstance(admitted, Admitted)
+        assert admitted.warning == "expected to use 4 CPU cores; this host has 2"
