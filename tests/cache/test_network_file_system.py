@@ -235,6 +235,14 @@ class TestErrorsThatStay:
         layer.faults.clear()
         assert read_entry(place.shared, entry.key) == Hit(entry)
 
+    def test_a_temporary_that_cannot_be_removed_does_not_make_a_write_fail(
+        self, place: Place, layer: FaultyFiles
+    ) -> None:
+        layer.fail("unlink", errno.EIO, where="/tmp/", times=float("inf"))
+        assert place.shared.create("runs/a.json", b"1")
+        assert layer.struck["unlink"] > 0
+        assert len(list(place.shared.root.glob("v1/tmp/*"))) == 1
+
     def test_a_lease_whose_filing_failed_late_is_not_left(
         self, place: Place, layer: FaultyFiles
     ) -> None:
