@@ -53,11 +53,13 @@ def graph_miss(
         names = _other_names(settings.manifests, captured)
         keyed = f"key {key}" if key else f"without a key: {'; '.join(unknown)}"
         return MissingUnit(
-            f"no program for the graph {digest} ({keyed}) is in {where}; {names or ''}build it with "
+            # All in the message: engines show no more of an error.
+            f"no program for the graph {digest} ({keyed}) is in {where}; "
+            f"{names or _what_is_there(settings.manifests)}; build it with "
             f"`neffbuild compile {UNNAMED_CONFIG}`",
             field="graph",
             value=digest,
-            hint=_what_else(settings.manifests),
+            hint="neffbuild.runtime.backend.unit(...) around the call puts its unit's name here",
         )
     key_of_unit = _key_of_unit(settings.manifests, context.bucket_name)
     if key_of_unit is not None and isinstance(read_entry(settings.store, key_of_unit), Hit):
@@ -96,17 +98,17 @@ def _other_names(manifests: Sequence[Manifest], captured: Captured) -> str | Non
                 continue
             if entry.statistics.get("nameless_digest") == captured.graph.nameless_digest:
                 first = next(pair for pair in zip(theirs, mine, strict=True) if pair[0] != pair[1])
-                return f"one is there for other layer names ({first[0]!r} for {first[1]!r}); "
+                return f"one is there for other layer names ({first[0]!r} for {first[1]!r})"
     return None
 
 
-def _what_else(manifests: Sequence[Manifest]) -> str:
+def _what_is_there(manifests: Sequence[Manifest]) -> str:
     if not manifests:
-        return "pull a tag that has it; there is no manifest here"
+        return "there is no manifest"
     serve = manifests[0].serve
     options = ("dtype", "max_model_len", "tensor_parallel_size", "quantization")
     stated = ", ".join(f"{name} {serve[name]}" for name in options if serve.get(name) is not None)
-    return f"the manifest is for {stated}; model, options, flags and target must be those of its config"
+    return f"the manifest is for {stated} and the rest of its config"
 
 
 def _key_of_unit(manifests: Sequence[Manifest], bucket_name: str) -> str | None:

@@ -140,11 +140,10 @@ def path_without_compilers(folder: Path) -> Path:
     for place in os.environ["PATH"].split(os.pathsep):
         for program in Path(place).glob("*") if Path(place).is_dir() else ():
             link = folder / program.name
-            if (
-                not re.search(r"(\+\+|gcc|clang|cpp|^cc$|^c[89]9)", program.name)
-                and not link.exists()
-            ):
-                link.symlink_to(program.resolve())
+            compiles = re.search(r"(\+\+|gcc|clang|cpp|^cc$|^c[89]9)", program.name)
+            # What dangles there dangles here.
+            if not compiles and not os.path.lexists(link):
+                link.symlink_to(program.absolute())
     log = folder.parent / "compilers.log"
     log.touch()
     log.chmod(0o666)
