@@ -8,9 +8,11 @@ what has been committed outlives this process.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +22,7 @@ from neffbuild import __version__
 from neffbuild.cache.catalog import Hit, read_entry
 from neffbuild.cache.store import Store
 from neffbuild.config.build import FarmConfig
-from neffbuild.config.errors import ConfigError, MissingExtra
+from neffbuild.config.errors import ConfigError, MissingExtra, StoreError
 from neffbuild.farm.outcomes import (
     CANCELLED,
     Cause,
@@ -39,11 +41,14 @@ from neffbuild.toolchain.base import Toolchain
 RESTARTS = 3
 """How often Ray starts a unit again whose node, or whose Ray worker process, was lost."""
 _NODES_SECONDS = 1.0
+_PROBE_SECONDS = 10.0
 _FORCE_SECONDS = 10.0
 """Between asking cancelled tasks to end and ending their processes."""
 _NODE_VARIABLES = {"RAY_kill_child_processes_on_worker_exit": "false"}
 """A server that outlives its Ray worker ends what runs under it and removes its folder; killed by Ray
 at that moment, it could not."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -176,13 +181,14 @@ class RayExecutor:
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         address = self._farm.address
         try:
+            _probe(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
             self._ray.init(
                 address,
                 log_to_driver=False,
                 logging_level="ERROR",
                 runtime_env={"env_vars": _NODE_VARIABLES},
             )
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             text = " ".join(str(error).split())
             raise ConfigError(
                 f"cannot join the Ray cluster at {address!r}: {text}",
@@ -264,7 +270,7 @@ class RayExecutor:
         if result.outcome in (Outcome.BUILT, Outcome.CACHED):
             with contextlib.suppress(OSError):
                 job.log.unlink()  # an earlier failure's
-            if not isinstance(read_entry(self._store, job.unit.key), Hit):
+            if not self._sees(job.unit.key):
                 return _failed(flight, _not_shared(self._store.url))
         elif ended.log is not None:
             with contextlib.suppress(OSError):
@@ -272,6 +278,22 @@ class RayExecutor:
                 job.log.write_bytes(ended.log)
                 return replace(result, log=job.log)
         return result
+
+    def _sees(self, key: str) -> bool:
+        """Whether what a node says it has stored is in the store as seen from here. Where the store does
+        not answer, the node's word is taken."""
+        try:
+            return isinstance(read_entry(self._store, key), Hit)
+        except StoreError as error:
+            _log.warning("what nodes store cannot be seen: %s", error.message)
+            return True
+
+
+def _probe(address: str) -> None:
+    """Raise `OSError` where nobody listens at HOST:PORT: Ray would wait for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS).close()
 
 
 def _without_client(farm: FarmConfig) -> FarmConfig:
