@@ -55,6 +55,13 @@ def place() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.fixture
+def short_path(place: Path) -> Path:
+    """A folder of the test's own. vLLM's processes talk through sockets below it, whose paths may have 107
+    characters."""
+    return Path(tempfile.mkdtemp(dir=place))
+
+
 @pytest.fixture(scope="session")
 def model(place: Path) -> Path:
     return engines.write_model(place / "model")

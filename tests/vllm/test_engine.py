@@ -133,18 +133,18 @@ MISSES = {
 
 @pytest.mark.parametrize(("options", "said"), MISSES.values(), ids=MISSES)
 def test_what_no_program_was_compiled_for_is_refused_in_strict_mode(
-    options, said, release: Release, model: Path, tmp_path: Path, model_infos: Path
+    options, said, release: Release, model: Path, short_path: Path, model_infos: Path
 ):
-    host = strict_host(tmp_path / "host", release.pull(tmp_path / "cache"), model_infos)
+    host = strict_host(short_path / "host", release.pull(short_path / "cache"), model_infos)
     log = engines.refused(host, model, **options)
     assert "no program for the graph" in log
     assert said in log
 
 
 def test_a_program_of_another_vllm_is_refused(
-    release: Release, model: Path, tmp_path: Path, model_infos: Path
+    release: Release, model: Path, short_path: Path, model_infos: Path
 ):
-    host = strict_host(tmp_path / "host", release.pull(tmp_path / "cache"), model_infos)
+    host = strict_host(short_path / "host", release.pull(short_path / "cache"), model_infos)
     shutil.rmtree(host.folder / "metadata")
     engines.write_version(host.folder / "metadata", "99.0+cpu")
     log = engines.refused(host, model)
