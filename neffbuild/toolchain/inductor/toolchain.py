@@ -87,7 +87,9 @@ class InductorToolchain:
 
         toolchain = unit.config.toolchain
         level = cpu_level(target_level(toolchain.target))
-        artifact = compile_graph(captured.graph, level, toolchain.flags, scratch, shared)
+        # Headers are worth precompiling for many units, and a symbolic one is alone in its config.
+        headers = shared if isinstance(unit.shape, DecodeShape) else None
+        artifact = compile_graph(captured.graph, level, toolchain.flags, scratch, headers)
         return replace(artifact, files={**artifact.files, **_engine_files(captured, scratch)})
 
     def load(self, files: Path, recipe: Mapping[str, Any]) -> Executable:
