@@ -12,7 +12,7 @@ In the notation used below, n is the largest `num_computed_tokens` over the live
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
@@ -190,6 +190,19 @@ def select_shapes(bucketer: Bucketer, state: StepState) -> StepShapes:
 
 _WITH_SPEC = (TargetReason.DRAFTS_TO_VERIFY, TargetReason.POST_TRANSFER_PADDED)
 _HOLDS_PREFILL = StepShapes(None, None, TargetReason.HOLDS_PREFILL, DraftReason.HOLDS_PREFILL)
+
+
+def next_larger(shape: DecodeShape, available: Iterable[DecodeShape]) -> DecodeShape | None:
+    """The program among those available that runs a step of `shape` and reads the least beyond it: more
+    rows or a longer context, the same family and tokens per row. None when there is none."""
+    larger = [
+        one
+        for one in available
+        if (one.family, one.query_len) == (shape.family, shape.query_len)
+        and one.num_seqs >= shape.num_seqs
+        and one.context_len >= shape.context_len
+    ]
+    return min(larger, key=lambda one: (one.num_seqs * one.context_len, one.num_seqs), default=None)
 
 
 def step_state(bucketer: Bucketer, step: Step) -> StepState:

@@ -1,21 +1,22 @@
 """The dispatcher: from the live batch of a step to the program that runs it, and its outputs.
 
 It never compiles: a step whose program is not in the store is an error that names the unit, its key and
-the command that builds it.
+the command that builds it, unless a larger one may stand in for it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from neffbuild.config.errors import ConfigError
+from neffbuild.config.errors import ConfigError, MissingUnit
 from neffbuild.grid.bucketer import Bucketer, QueryLenSupport
 from neffbuild.grid.select import (
     IDLE,
@@ -23,6 +24,7 @@ from neffbuild.grid.select import (
     Row,
     Step,
     StepShapes,
+    next_larger,
     select_shapes,
     step_state,
     verified_drafts,
@@ -33,6 +35,8 @@ from neffbuild.runtime.block_table import TrimmedBlockTable, head_trim, new_trim
 from neffbuild.runtime.loader import Loader
 from neffbuild.runtime.step_sync import StepSync
 from neffbuild.toolchain.base import BoundExecutable
+
+_log = logging.getLogger(__name__)
 
 
 class DecodeBatch(NamedTuple):
@@ -111,7 +115,9 @@ class Dispatcher:
 
     `tensors` are the target's weights and KV caches by the names its programs know them under
     (`models.decode.named_tensors`, `named_kv_caches`), `draft_tensors` those of the draft: one set each
-    for all programs.
+    for all programs. `sync` reduces steps over data-parallel ranks. A step whose program is not stored is
+    an error, or with `fallback="larger"` runs in the next larger one that is: counted, and logged once
+    for each shape. That depends on the manifest alone, so it is the same on every rank that serves it.
     """
 
     def __init__(
@@ -121,8 +127,11 @@ class Dispatcher:
         tensors: Mapping[str, Tensor],
         draft_tensors: Mapping[str, Tensor] | None = None,
         sync: StepSync | None = None,
+        fallback: Literal["larger"] | None = None,
     ) -> None:
         self._bucketer = bucketer
+        self._fallback = fallback
+        self._stand_ins: dict[DecodeShape, DecodeShape] = {}
         self._sync = sync or StepSync(None)
         self._loader = loader
         self._tensors = tensors
@@ -131,8 +140,10 @@ class Dispatcher:
         self._uniform = bucketer.query_len_support is QueryLenSupport.UNIFORM
 
     def warm_up(self) -> None:
-        """Load every program of the manifest. Raises as `Loader.load_all` does."""
-        for shape in self._loader.load_all():
+        """Load every program of the manifest. Raises as `Loader.load_all` does; with a fallback what is
+        missing is no error yet."""
+        shapes = self._loader.load_all() if self._fallback is None else self._loader.stored
+        for shape in shapes:
             if isinstance(shape, DecodeShape):
                 self.program(shape)
 
@@ -186,7 +197,7 @@ class Dispatcher:
             row if row.num_drafts == drafts else replace(row, num_drafts=drafts)
             for row, drafts in zip(batch.rows, verified, strict=True)
         ]
-        outputs = self.run_in(self.program(shapes.target), batch._replace(rows=rows))
+        outputs = self.run_in(self._program_for(shapes.target), batch._replace(rows=rows))
         return StepResult(shapes, verified, outputs)
 
     def run_idle(self, prepared: StepShapes) -> None:
@@ -194,7 +205,7 @@ class Dispatcher:
         write to the null slot. Nothing runs in a step that is no decode step."""
         for shape in (prepared.target, prepared.draft):
             if shape is not None:
-                program = self.program(shape)
+                program = self._program_for(shape)
                 head_trim(
                     torch.zeros(0, program.block_table.block_table.shape[1]), program.block_table
                 )
@@ -225,7 +236,7 @@ class Dispatcher:
     def propose(self, shape: DecodeShape, batch: DraftBatch) -> Tensor:
         """Run a draft's program: draft token ids `[len(rows), K]` int32, `PAD_TOKEN_ID` in rows that get
         none. Raises `MissingUnit` when it is not stored."""
-        program = self.program(shape)
+        program = self._program_for(shape)
         inputs = program.inputs
         assert isinstance(inputs, DraftInputs)
         rows, width = batch.token_ids.shape
@@ -235,6 +246,22 @@ class Dispatcher:
         head_trim(batch.block_table, program.block_table)
         self._place(program.views, batch.starts.numpy(), batch.query_lens.numpy())
         return _named_outputs(program, rows)["draft_token_ids"]
+
+    def _program_for(self, shape: DecodeShape) -> Program:
+        """The program that runs a step of this shape: its own, or what stands in for it."""
+        stand_in = self._stand_ins.get(shape)
+        if stand_in is None:
+            try:
+                return self.program(shape)
+            except MissingUnit as missing:
+                stored = (one for one in self._loader.stored if isinstance(one, DecodeShape))
+                stand_in = next_larger(shape, stored) if self._fallback else None
+                if stand_in is None:
+                    raise
+                self._stand_ins[shape] = stand_in
+                _log.warning("%s; its steps run in %s", missing.message, stand_in.bucket_name)
+        self._loader.counters.fallbacks += 1
+        return self.program(stand_in)
 
     def _bind(self, shape: DecodeShape) -> Program:
         executable = self._loader.load(shape)

@@ -13,7 +13,7 @@ from neffbuild.cache.catalog import read_manifest
 from neffbuild.cache.directory import DirectoryStore
 from neffbuild.cache.entry import Entry
 from neffbuild.cache.loaded import materialise
-from neffbuild.cache.manifest import Manifest
+from neffbuild.cache.manifest import Manifest, ManifestUnit
 from neffbuild.cache.recipe import config_digest
 from neffbuild.cache.records import read_pointer
 from neffbuild.config.build import BuildConfig
@@ -82,6 +82,11 @@ class Loader:
             config=config.source,
         )
 
+    @property
+    def stored(self) -> tuple[Shape, ...]:
+        """The shapes of the manifest that have a program in it."""
+        return tuple(shape for shape, unit in self._units.items() if self._entry(unit) is not None)
+
     def load(self, shape: Shape) -> Executable:
         """The executable of a shape.
 
@@ -103,15 +108,14 @@ class Loader:
                 raise first
             names = ", ".join(unit.shape.bucket_name for unit in missing[1:])
             raise MissingUnit(f"{first.message}; also missing: {names}", hint=first.hint)
-        return {
-            shape: self.load(shape)
-            for shape, unit in self._units.items()
-            if unit.key in self.manifest.entries
-        }
+        return {shape: self.load(shape) for shape in self.stored}
+
+    def _entry(self, unit: ManifestUnit | None) -> Entry | None:
+        return self.manifest.entries.get(unit.key) if unit and unit.key else None
 
     def _load(self, shape: Shape) -> Executable:
         unit = self._units.get(shape)
-        entry = self.manifest.entries.get(unit.key) if unit and unit.key else None
+        entry = self._entry(unit)
         if entry is None:
             self.counters.misses += 1
             raise self._missing(shape)

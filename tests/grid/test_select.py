@@ -24,11 +24,13 @@ from neffbuild.grid.select import (
     StepState,
     TargetReason,
     is_decode_row,
+    next_larger,
     proposes,
     select_shapes,
     step_state,
     verified_drafts,
 )
+from neffbuild.grid.shapes import DecodeShape, Family
 
 PADDED, WITHOUT_SPEC = PostTransferPolicy.PADDED, PostTransferPolicy.WITHOUT_SPEC
 BOTH = pytest.mark.parametrize("support", QueryLenSupport)
@@ -402,3 +404,24 @@ def test_what_is_dispatched_is_required(
     required = set(expand(subject, WarmUp.REACHABLE).with_need(Need.REQUIRED))
     shapes = select(subject, step)
     assert {shapes.target, shapes.draft} - {None} <= required
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([128, 256, 512])), max_size=6),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([128, 256, 512]),
+)
+def test_the_next_larger_program_reads_the_least_of_those_that_hold_the_step(
+    available: list[tuple[int, int]], num_seqs: int, context: int
+) -> None:
+    shapes = [DecodeShape(Family.TARGET, rows, 1, length) for rows, length in available]
+    others = [DecodeShape(Family.DRAFT, 4, 1, 512), DecodeShape(Family.TARGET, 4, 2, 512)]
+    wanted = DecodeShape(Family.TARGET, num_seqs, 1, context)
+    found = next_larger(wanted, [*others, *shapes])
+    holding = [one for one in available if one[0] >= num_seqs and one[1] >= context]
+    if not holding:
+        assert found is None
+    else:
+        assert found is not None
+        assert (found.num_seqs, found.context_len) in holding
+        assert found.num_seqs * found.context_len == min(r * c for r, c in holding)

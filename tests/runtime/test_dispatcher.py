@@ -228,14 +228,13 @@ def test_an_idle_rank_runs_its_peers_program_and_writes_to_the_null_block_alone(
     sync = Synced(IDLE)
     dispatcher = Dispatcher(served.bucketer, programs, requests.tensors, sync=sync)
     dispatcher.run(requests.batch(), dispatcher.prepare(0, Step(requests.batch().rows)))
-    before = {name: kept.clone() for name, kept in requests.tensors.items() if "cache" in name}
-    assert before
+    before = {name: kept.clone() for name, kept in named_kv_caches(requests.kv_caches).items()}
     idle = dispatcher.prepare(1)
     assert idle.target == samples.shape(1, 128)
     dispatcher.run_idle(idle)
     dispatcher.run_idle(dispatcher.prepare(2, Step([Row(100), Row(101)])))
-    for name, kept in before.items():
-        assert torch.equal(requests.tensors[name][1:], kept[1:]), name
+    for name, kept in named_kv_caches(requests.kv_caches).items():
+        assert torch.equal(kept[1:], before[name][1:]), name
 
 
 class Synced(StepSync):
@@ -251,3 +250,32 @@ class Synced(StepSync):
 
     def prepare(self, number: int, state: StepState = IDLE) -> StepState:
         return super().prepare(number, StepState(*map(max, self._peer, state)))
+
+
+def test_a_larger_program_stands_in_where_that_is_allowed(served, caplog):
+    lost = samples.shape(1, 128), samples.shape(4, 128)
+    loader = loader_of(served, without(config_manifest(served.config, served.store), *lost))
+    requests = samples.Requests(served.config, [5])
+    expected = requests.reference_logits()
+    dispatcher = Dispatcher(served.bucketer, loader, requests.tensors, fallback="larger")
+    dispatcher.warm_up()
+    for _ in range(2):
+        result = dispatcher.run(requests.batch())
+        torch.testing.assert_close(result.outputs["logits"], expected, rtol=1e-4, atol=1e-4)
+    assert loader.counters.fallbacks == 2
+    assert [r.getMessage() for r in caplog.records if "its steps run in" in r.getMessage()] == [
+        caplog.messages[-1]
+    ]
+    assert caplog.messages[-1].endswith("its steps run in decode_b1_ctx256")
+    with pytest.raises(MissingUnit):
+        Dispatcher(served.bucketer, loader, requests.tensors).run(requests.batch())
+
+
+def test_nothing_stands_in_for_the_largest(served):
+    lost = samples.shape(4, 512)
+    loader = loader_of(served, without(config_manifest(served.config, served.store), lost))
+    requests = samples.Requests(served.config, [400, 3])
+    dispatcher = Dispatcher(served.bucketer, loader, requests.tensors, fallback="larger")
+    dispatcher.warm_up()
+    with pytest.raises(MissingUnit, match="decode_b4_ctx512"):
+        dispatcher.run(requests.batch())
