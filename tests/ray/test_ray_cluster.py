@@ -276,6 +276,10 @@ def test_refusals_before_anything_is_started(command: Command) -> None:
     ran = project.run("compile", alone, "--json")
     assert ran.status == 2
     assert ran.error["field"] == "cache.remotes"
+    odd = command.write("device", resources={"neuron_cores": 1.5})
+    ran = project.run("compile", odd, "--json")
+    assert ran.status == 2
+    assert ran.error["field"] == "farm.resources"
     ran = project.run("compile", command.config, "--address", "ray://127.0.0.1:10001", "--json")
     assert ran.status == 2
     assert ran.error["field"] == "farm.address"
