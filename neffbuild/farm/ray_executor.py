@@ -81,6 +81,7 @@ class RayExecutor:
         self._flights: dict[Any, _Flight] = {}
         self._events: list[UnitStarted | UnitDeferred] = []
         self._hosts: dict[str, str] = {}
+        self._waited_for: set[str] = set()
         self._nodes_seen = 0.0
         self._cancelling = False
         self._force_at = float("inf")
@@ -218,11 +219,19 @@ class RayExecutor:
             if reason is None:
                 flight.short_since = None
                 continue
-            flight.short_since = flight.short_since or now
+            if flight.short_since is None:
+                flight.short_since = now
+                self._warn_once(reason)
             if now - flight.short_since >= self._farm.node_wait:
                 self._ray.cancel(ref)
                 ended.append((self._flights.pop(ref).job, _failed(flight, no_node(reason))))
         return ended
+
+    def _warn_once(self, shortfall: str) -> None:
+        if self._farm.node_wait and shortfall not in self._waited_for:
+            self._waited_for.add(shortfall)
+            wait = f"waits up to {self._farm.node_wait:g} s for a node that holds it"
+            _log.warning("a unit %s: %s", wait, shortfall)
 
     def _answer(self, ref: Any, flight: _Flight) -> UnitResult | Busy:
         unit, errors = flight.job.unit, self._ray.exceptions

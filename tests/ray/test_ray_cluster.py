@@ -111,6 +111,7 @@ def test_units_that_need_a_device_wait_for_a_node_that_has_one(command: Command)
         farm.place.add_second()
         out, err = compiling.communicate(timeout=120)
     assert compiling.returncode == 0, err
+    assert b"waits up to 120 s for a node that holds it" in err
     assert json.loads(out.splitlines()[-1])["counts"]["built"] == UNITS
     assert {(node, cores) for _, node, cores in farm.places()} == {("second", "0")}
 
