@@ -244,7 +244,10 @@ class DirectoryStore:
         for folder, leaves in by_folder.items():
             path = f"{self._base}/{folder}"
             with files.refusals("read", path):
-                present = {item.name for item in _items(path)}
+                try:
+                    present = {item.name for item in filesystem.items(path)}
+                except FileNotFoundError:
+                    continue
             yield from (f"{folder}/{leaf}" for leaf in present.intersection(leaves))
 
     def _document_path(self, name: str) -> Path:

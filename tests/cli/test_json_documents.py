@@ -111,6 +111,7 @@ def test_a_plan_says_everything_of_every_shape(documents: dict[str, Any]) -> Non
         "block_table_width": 128,
         "status": "missing",
         "need": "required",
+        "symbolic": False,
         "key": widest["key"],
         "reason": None,
     }
