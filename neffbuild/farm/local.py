@@ -33,7 +33,10 @@ from neffbuild.farm.server import LEAVE
 from neffbuild.farm.supervisor import GRACE_SECONDS, End, Sampled, Started
 from neffbuild.farm.worker import Busy, Job
 
-_ATTEMPTS = 3
+_ATTEMPTS = 10
+"""How often a unit is started whose supervisor comes to nothing before it can say so."""
+_SERVERS = 3
+"""How many servers in a row may end before any unit has started."""
 _CLOSE_SECONDS = 30.0
 _START_SERVER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
@@ -65,6 +68,7 @@ class LocalExecutor:
         self._seen: list[UnitStarted | UnitMemory | UnitDeferred] = []
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._servers = 0
 
     def __enter__(self) -> Self:
         return self
@@ -111,6 +115,7 @@ class LocalExecutor:
                 message = self._lost(connection)
             if isinstance(message, Started):
                 self._running[connection].worker = message.worker
+                self._servers = 0
             elif isinstance(message, Sampled):
                 running = self._running[connection]
                 running.resident = message.resident
@@ -156,7 +161,7 @@ class LocalExecutor:
             remove_tree(running.job.scratch)
             cause = lost_worker("the process that watched over the worker was killed")
             return UnitResult.of(running.job.unit, Outcome.FAILED, cause=cause)
-        if running.attempts >= _ATTEMPTS or self._server_refused():
+        if self._server_refused() or (self._servers >= _SERVERS and not self._server_lives()):
             self._stop_server()
             reason = log_tail(self._server_log).strip() or "the server they are forked from dies"
             raise ToolchainRefusal(
@@ -165,6 +170,9 @@ class LocalExecutor:
                 value=self._toolchain,
                 hint="run `neffbuild doctor`",
             )
+        if running.attempts >= _ATTEMPTS:
+            cause = lost_worker(f"killed {_ATTEMPTS} times before it had begun")
+            return UnitResult.of(running.job.unit, Outcome.FAILED, cause=cause)
         connection.close()
         del self._running[connection]
         self._start(running)
@@ -182,10 +190,14 @@ class LocalExecutor:
         ended, _, _ = select.select([self._control], [], [], 0)
         return bool(ended) and self._server.wait(_CLOSE_SECONDS) > 0
 
+    def _server_lives(self) -> bool:
+        return self._server is not None and self._server.poll() is None
+
     def _live_server(self) -> socket.socket:
-        if self._control is not None and self._server is not None and self._server.poll() is None:
+        if self._control is not None and self._server_lives():
             return self._control
         self._stop_server()
+        self._servers += 1
         self._control, theirs = socket.socketpair()
         # Workers import what this process would: a relative entry means this process's folder.
         path = json.dumps([entry or str(Path.cwd()) for entry in sys.path])

@@ -75,7 +75,7 @@ CASES: dict[str, tuple[Callable[[Project], list[str]], int, list[str]]] = {
     "unknown toolchain": (
         lambda p: ["plan", p.write(toolchain={"name": "inducto"})],
         2,
-        ["'inducto'", "available: hostile, inductor, modest, threaded"],
+        ["'inducto'", "available: deadly, hostile, inductor, modest, threaded"],
     ),
     "unknown target": (
         lambda p: ["plan", p.write(toolchain={**INDUCTOR, "target": "arm"})],

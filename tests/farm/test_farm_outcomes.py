@@ -196,6 +196,12 @@ def test_a_toolchain_whose_preload_starts_threads_is_refused(folder: Path) -> No
         farmtools.run(folder, 1, toolchain="threaded")
 
 
+def test_a_toolchain_whose_preload_kills_the_server_is_refused(folder: Path) -> None:
+    farmtools.order(folder)
+    with pytest.raises(ToolchainRefusal, match="the server they are forked from dies"):
+        farmtools.run(folder, 2, toolchain="deadly")
+
+
 def test_an_error_in_the_caller_ends_the_farm(folder: Path) -> None:
     farmtools.order(folder, seconds=30)
 

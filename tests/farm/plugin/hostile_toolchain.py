@@ -206,6 +206,13 @@ class ModestToolchain(HostileToolchain):
         return Expectation(seconds=1.0, memory_bytes=80 << 20, scratch_bytes=1 << 20)
 
 
+class DeadlyToolchain(HostileToolchain):
+    """Preloads a module that ends the server workers are forked from."""
+
+    name = "deadly"
+    preload = ("kills_its_process",)
+
+
 class ThreadedToolchain(HostileToolchain):
     """Preloads a module that starts a thread, beside which a worker must not be forked."""
 
