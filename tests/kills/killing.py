@@ -31,7 +31,7 @@ from neffbuild.cache.transfer import push
 from neffbuild.cache.verify import verify_store
 
 PLUGIN = Path(__file__).parent / "plugin"
-GARBAGE = 24
+GARBAGE = 12
 TAG = "llama:v1"
 Process = subprocess.Popen[bytes]
 
