@@ -126,7 +126,7 @@ MISSES = {
     "other layer names": (
         {"hf_overrides": {"architectures": ["RenamedLlamaForCausalLM"]}},
         "one is there for other layer names ('model.layers.0.self_attn.attn' for "
-        "'renamed.layers.0.self_attn.attn')",
+        "'renamed.model.layers.0.self_attn.attn')",
     ),
 }
 
