@@ -120,7 +120,7 @@ def test_a_plan_for_other_kernels_is_refused_where_it_would_be_compiled(host, mo
     refusal = TOOLCHAIN.host_refusal(build(target="x86-64-v3+amx"))
     assert refusal == "the plan is for vLLM's amx kernels, on this host it picks avx512"
     platform = inductor_identity(build(target="x86-64-v3+amx")).platform
-    monkeypatch.setattr("neffbuild.toolchain.inductor.fit.installed_versions", lambda: VERSIONS)
+    monkeypatch.setattr("neffbuild.toolchain.inductor.fit.serving_versions", lambda: VERSIONS)
     assert "avx512 kernels" in str(host_fit(platform).refusal)
     host(KERNELS["amx"])
     assert host_fit(platform).refusal is None
@@ -298,3 +298,11 @@ def test_twins_are_in_the_binding_and_bindings_without_any_are_read():
     document["requires"]["twins"] = [7]
     with pytest.raises(IntegrityError, match="malformed"):
         BindingFile.from_json(json.dumps(document).encode())
+
+
+def test_doctor_says_which_kernels_vllm_picks(host, monkeypatch):
+    host(KERNELS["avx512-bf16"])
+    found = {"torch": "2.13.0", "vllm": "0.32.0+cpu"}
+    monkeypatch.setattr("neffbuild.toolchain.inductor.findings.installed_versions", lambda: found)
+    [finding] = [finding for finding in TOOLCHAIN.findings() if finding.subject == "vllm"]
+    assert finding.detail == "0.32.0+cpu, picks its avx512-bf16 kernels"

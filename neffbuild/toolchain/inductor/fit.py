@@ -9,7 +9,7 @@ from neffbuild.cache.index import Fit
 from neffbuild.config.errors import NeffbuildError
 from neffbuild.toolchain.inductor.cpu_level import LEVELS, NATIVE, cpu_level, host_features
 from neffbuild.toolchain.inductor.engines import VLLM, host_kernels
-from neffbuild.toolchain.inductor.identity import ROUTE, installed_versions
+from neffbuild.toolchain.inductor.identity import ROUTE, serving_versions
 
 _RANKS = {target: rank for rank, target in enumerate(LEVELS)}
 _NATIVE_RANK = len(LEVELS)
@@ -21,11 +21,12 @@ def host_fit(platform: Mapping[str, Any]) -> Fit:
     route, target, versions = (platform.get(name) for name in ("route", "target", "versions"))
     if route != ROUTE:
         return Fit(f"this release loads the route {ROUTE}")
-    torch = installed_versions().get("torch")
+    here = serving_versions()
+    torch = here.get("torch")
     built_with = versions.get("torch") if isinstance(versions, Mapping) else None
     if torch is not None and built_with != torch:
         return Fit(f"torch {torch} is installed here")
-    vllm = installed_versions().get(VLLM)
+    vllm = here.get(VLLM)
     served_by = versions.get(VLLM) if isinstance(versions, Mapping) else None
     if served_by is not None and vllm is not None and served_by != vllm:
         return Fit(f"vLLM {vllm} is installed here")
