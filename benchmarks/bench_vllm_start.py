@@ -9,12 +9,13 @@ hydrated engine does.
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from neffbuild.toolchain.inductor.engines import installed_vllm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "vllm"))
 
@@ -25,8 +26,10 @@ OURS: dict[str, Any] = {}
 
 
 def main() -> None:
-    if importlib.util.find_spec("vllm") is None:
-        print("bench_vllm_start: vLLM is not installed here (`make test-vllm` says how); nothing measured")
+    if installed_vllm() is None:
+        print(
+            "bench_vllm_start: vLLM is not installed here (`make test-vllm` says how); nothing measured"
+        )
         return
     with tempfile.TemporaryDirectory(prefix="neffbuild-bench-") as folder:
         _measure(Path(folder))
@@ -69,7 +72,9 @@ def _measure(place: Path) -> None:
     start("vLLM --enforce-eager", EAGER, infos)
 
     warm = next(row for row in rows if row[0] == "vLLM, its own cache copied")
-    print(f"{'start':<28}{'engine init':>14}{'of vLLM warm':>14}{'whole start':>14}{'of vLLM warm':>14}")
+    print(
+        f"{'start':<28}{'engine init':>14}{'of vLLM warm':>14}{'whole start':>14}{'of vLLM warm':>14}"
+    )
     for name, init, ready in rows:
         print(
             f"{name:<28}{init:>12.2f} s{init / warm[1]:>14.2f}{ready:>12.1f} s{ready / warm[2]:>14.2f}"

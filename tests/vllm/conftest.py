@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -10,7 +9,9 @@ from typing import Any
 
 import pytest
 
-if importlib.util.find_spec("vllm.version") is None:
+from neffbuild.toolchain.inductor.engines import installed_vllm
+
+if installed_vllm() is None:
     # `make test-vllm` has an environment of its own.
     collect_ignore_glob = ["test_*.py"]
 

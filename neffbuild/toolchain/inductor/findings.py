@@ -7,6 +7,7 @@ import shutil
 
 from neffbuild.toolchain.base import Finding
 from neffbuild.toolchain.inductor.cpu_level import DEFAULT_TARGET, LEVELS, host_features
+from neffbuild.toolchain.inductor.engines import VLLM, host_kernels
 from neffbuild.toolchain.inductor.identity import COMPILER, installed_versions
 
 
@@ -25,6 +26,10 @@ def inductor_findings() -> list[Finding]:
     ]
     if COMPILER in versions:
         findings.append(_precompiled_headers())
+    if VLLM in versions:
+        findings.append(
+            Finding(VLLM, True, f"{versions[VLLM]}, picks its {host_kernels()} kernels")
+        )
     return [*findings, *(_level(name) for name in LEVELS)]
 
 
