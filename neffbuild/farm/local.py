@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from neffbuild.config.errors import ToolchainRefusal
+from neffbuild.farm import processes
 from neffbuild.farm.logfile import log_tail
 from neffbuild.farm.outcomes import (
     CANCELLED,
@@ -49,7 +50,7 @@ class _Running:
     job: Job
     attempts: int = 0
     worker: int | None = None
-    resident: int = 0
+    supervisor: int | None = None
 
 
 class LocalExecutor:
@@ -98,8 +99,14 @@ class LocalExecutor:
         return []
 
     def resident(self) -> dict[str, int]:
-        """Key of each running unit → resident bytes of everything it started, when last looked at."""
-        return {running.job.unit.key: running.resident for running in self._running.values()}
+        """Key of each running unit → resident bytes of everything it has started, now."""
+        return {
+            running.job.unit.key: processes.resident_bytes(
+                processes.descendants(running.supervisor)
+            )
+            for running in self._running.values()
+            if running.supervisor is not None
+        }
 
     def finished(self, timeout: float) -> list[tuple[Job, UnitResult | Busy]]:
         """What has ended since the last call; waits up to `timeout` seconds for something to end.
@@ -114,12 +121,12 @@ class LocalExecutor:
             except (EOFError, OSError):
                 message = self._lost(connection)
             if isinstance(message, Started):
-                self._running[connection].worker = message.worker
+                running = self._running[connection]
+                running.worker, running.supervisor = message.worker, message.supervisor
                 self._servers = 0
             elif isinstance(message, Sampled):
-                running = self._running[connection]
-                running.resident = message.resident
-                self._seen.append(UnitMemory(running.job.unit, message.resident))
+                unit = self._running[connection].job.unit
+                self._seen.append(UnitMemory(unit, message.resident))
             elif message is not None:
                 connection.close()
                 ended.append((self._running.pop(connection).job, message))

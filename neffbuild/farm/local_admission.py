@@ -16,6 +16,7 @@ from neffbuild.farm.admission import (
     Resources,
     choose,
     free_resources,
+    memory_floor,
     must_yield,
     to_be_ended,
 )
@@ -28,7 +29,6 @@ from neffbuild.farm.schedule import Waiting
 _WATCH_SECONDS = 0.2
 _STATE_SECONDS = 1.0
 """How often the other farms are told what units of this one hold."""
-_GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,13 @@ class LocalAdmission:
         self._fraction = farm.memory_fraction
         self._unit_cpus = farm.cpus
         by_cpus = max(1, self._cpus // farm.cpus)
+        self._is_asked = isinstance(farm.workers, int)
         self.asked = farm.workers if isinstance(farm.workers, int) else by_cpus
         self.workers = min(self.asked, by_cpus, units)
         self._is_bounded = by_cpus < min(self.asked, units)
         self._running: dict[str, _Held] = {}
         self._starved_since: float | None = None
+        self._is_short = False
         self._first = ""
         self._passes = 0
         self._watched = self._stated = 0.0
@@ -101,14 +103,14 @@ class LocalAdmission:
             if key in self._running:
                 held = self._running[key]
                 self._running[key] = replace(held, holding=replace(held.holding, resident=resident))
-        available = self._host.available_memory()
-        holdings = self._holdings()
-        if to_be_ended(holdings, available, self._total) is not None:
-            everyones = [h for farm in self._reservations.others() for h in farm.holdings]
-            chosen = to_be_ended([*holdings, *everyones], available, self._total)
-            self._end(chosen, available)
-        elif now > self._stated + _STATE_SECONDS:
-            self._state(FarmClaims(holdings))
+        available, was_short = self._host.available_memory(), self._is_short
+        self._is_short = available < memory_floor(self._total)
+        if self._is_short and was_short:
+            # By now every farm has stated what its units hold.
+            others = [held for farm in self._reservations.others() for held in farm.holdings]
+            self._end(to_be_ended([*self._holdings(), *others], available, self._total), available)
+        if self._is_short or now > self._stated + _STATE_SECONDS:
+            self._state(FarmClaims(self._holdings(), self._starved_since))
 
     def _decide(self, due: Sequence[Waiting], others: Sequence[FarmClaims]) -> Admitted | Held:
         if self._running:
@@ -157,7 +159,12 @@ class LocalAdmission:
     def _held(self, claim: Claim, free: Resources, budget: Resources, first: Waiting) -> Held:
         name = first.unit.shape.bucket_name
         running = len(self._running)
-        head = f"{self.asked} workers asked for; {running} run: "
+        asked = (
+            f"{self.asked} workers asked for"
+            if self._is_asked
+            else f"cores for {self.asked} workers"
+        )
+        head = f"{asked}; {running} run: "
         short = claim.needs.shortage(free)
         if first.alone:
             return Held("alone", f"{head}{name} is tried again alone")
@@ -168,13 +175,13 @@ class LocalAdmission:
         if short == "memory":
             return Held(
                 "memory",
-                f"{head}{name} needs {_gib(claim.needs.memory)} of memory, "
-                f"{_gib(free.memory)} of the {_gib(budget.memory)} for compiles are free",
+                f"{head}{name} needs {_size(claim.needs.memory)} of memory, "
+                f"{_size(free.memory)} of the {_size(budget.memory)} for compiles are free",
             )
         return Held(
             "scratch",
-            f"{head}{name} needs {_gib(claim.needs.scratch)} of scratch space, "
-            f"{_gib(free.scratch)} are free",
+            f"{head}{name} needs {_size(claim.needs.scratch)} of scratch space, "
+            f"{_size(free.scratch)} are free",
         )
 
     def _warning(self, claim: Claim, free: Resources, first: Waiting) -> str | None:
@@ -189,7 +196,7 @@ class LocalAdmission:
             else ("scratch space", claim.needs.scratch, free.scratch)
         )
         return (
-            f"expected to need {_gib(wanted)} of {what}; this host has {_gib(there)} to give: "
+            f"expected to need {_size(wanted)} of {what}; this host has {_size(there)} to give: "
             "started alone"
         )
 
@@ -201,8 +208,6 @@ class LocalAdmission:
                 )
                 self._executor.end(key, cause)
                 self._running[key] = replace(held, holding=replace(held.holding, ending=True))
-                self._state(FarmClaims(self._holdings()))
-                return
 
     def _holdings(self) -> tuple[Holding, ...]:
         return tuple(held.holding for held in self._running.values())
@@ -216,5 +221,6 @@ def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _gib(size: int) -> str:
-    return f"{max(0, size) / _GIB:.1f} GiB"
+def _size(count: int) -> str:
+    mebibytes = max(0, count) / 2**20
+    return f"{mebibytes / 1024:.1f} GiB" if mebibytes >= 100 else f"{mebibytes:.0f} MiB"

@@ -100,13 +100,15 @@ def _is_held(lock: Path) -> bool:
 
 
 def _read(path: Path) -> FarmClaims:
-    """A farm that has not written anything yet holds nothing."""
+    """A farm that has not written anything yet holds nothing; nor, for all that can be told, does one of
+    another version that writes something else."""
     try:
         age = time.time() - path.stat().st_mtime
         document: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
+        holdings = tuple(
+            Holding(**{**unit, "needs": Resources(**unit["needs"])}) for unit in document["units"]
+        )
+        since = document["starved_since"]
+    except (OSError, ValueError, KeyError, TypeError):
         return FarmClaims()
-    holdings = tuple(
-        Holding(**{**unit, "needs": Resources(**unit["needs"])}) for unit in document["units"]
-    )
-    return FarmClaims(holdings, document["starved_since"] if age < _STALE_SECONDS else None)
+    return FarmClaims(holdings, since if age < _STALE_SECONDS else None)

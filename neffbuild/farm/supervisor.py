@@ -44,9 +44,11 @@ _READ_BYTES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The unit's worker runs; it leads a process group of its own."""
+    """The unit's worker runs; it leads a process group of its own, and all it starts is below the
+    supervisor."""
 
     worker: int
+    supervisor: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ def supervise(farm: Connection, toolchain: Toolchain) -> None:
     watch = _Watch(farm, job, toolchain)
     # Where the farm is dead already, `until_end` is told so too.
     with contextlib.suppress(OSError):
-        farm.send(Started(watch.worker))
+        farm.send(Started(watch.worker, os.getpid()))
     ended = watch.until_end()
     remove_tree(job.scratch)
     watch.log_path.unlink(missing_ok=True)

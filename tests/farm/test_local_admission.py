@@ -27,12 +27,13 @@ class Host:
     cpus: int = 8
     total_memory: int = 1000 * MIB
     available: int = 1000 * MIB
+    scratch: int = 1 << 40
 
     def available_memory(self) -> int:
         return self.available
 
     def free_scratch(self, folder: Path) -> int:
-        return 1 << 40
+        return self.scratch
 
 
 @dataclass
@@ -139,11 +140,34 @@ def test_memory_that_other_programs_take_is_waited_for_while_something_runs(fold
         held = only.step()
         assert isinstance(held, Held)
         assert held.short == "memory"
-        assert (
-            "needs 0.3 GiB of memory, 0.2 GiB of the 1.0 GiB for compiles are free" in held.reason
+        assert held.reason == (
+            "cores for 8 workers; 1 run: decode_b2_ctx128 needs 0.3 GiB of memory, "
+            "0.2 GiB of the 1.0 GiB for compiles are free"
         )
         host.available = 600 * MIB
         assert isinstance(only.step(), Admitted)
+
+
+def test_scratch_space_is_reserved_too(folder: Path) -> None:
+    with ExitStack() as stack:
+        only = farm(stack, Host(scratch=100 * MIB), [10, 10], workers=64)
+        needs = Resources(1, 10 * MIB, 60 * MIB)
+        only.waiting = [Waiting(one.unit, Claim(needs, 1.0)) for one in only.waiting]
+        assert isinstance(only.step(), Admitted)
+        assert only.step() == Held(
+            "scratch",
+            "64 workers asked for; 1 run: decode_b2_ctx128 needs 60 MiB of scratch space, 40 MiB are free",
+        )
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", "{}", '{"units": [{"name": "a"}]}', '{"units": 5}']
+)
+def test_what_a_farm_of_another_version_writes_counts_for_nothing(folder: Path, text: str) -> None:
+    with ExitStack() as stack:
+        other = stack.enter_context(farm_folder())
+        (other / "reservations.json").write_text(text)
+        assert isinstance(farm(stack, Host(), [900]).step(), Admitted)
 
 
 def test_the_farm_of_the_unit_that_outgrew_its_reservation_most_ends_it(folder: Path) -> None:
@@ -156,10 +180,10 @@ def test_the_farm_of_the_unit_that_outgrew_its_reservation_most_ends_it(folder: 
             one.admission.watch()
         assert not any(one.executor.ended for one in farms)
         host.available = 30 * MIB
-        for one in farms:
-            # What it holds is told to the others once a second; here at once.
-            one.admission._watched = one.admission._stated = 0.0
-        for one in reversed(farms):
+        for one in [*reversed(farms), *farms]:
+            # What units hold is told to the other farm at the first look, and acted on at the next.
+            assert not any(each.executor.ended for each in farms)
+            one.admission._watched = 0.0
             one.admission.watch()
         (innocent, eater) = farms
         assert not innocent.executor.ended
