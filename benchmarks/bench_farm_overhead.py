@@ -26,8 +26,8 @@ from neffbuild.farm.outcomes import Event, UnitFinished
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--units", type=int, default=60)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of each compile")
+    parser.add_argument("--units", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=0.2, help="of each compile")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, LinuxHost().cpus])
     chosen = parser.parse_args()
