@@ -67,6 +67,11 @@ class Place:
         node, self.node = self.node, None
         self.cluster.remove_node(node, allow_graceful=False)
 
+    def end_second(self) -> None:
+        """In good order: the cluster knows at once."""
+        node, self.node = self.node, None
+        self.cluster.remove_node(node, allow_graceful=True)
+
     def new_store(self) -> str:
         """The URL of an empty store in the S3 server."""
         prefix = f"farms/{time.monotonic_ns()}"
