@@ -63,6 +63,7 @@ class Dispatch:
         self._queue = Queue(())
         self._flying: dict[str, tuple[Waiting, Admitted]] = {}
         self._failures: Counter[str] = Counter()
+        self._last_failures: dict[str, UnitResult] = {}
         self._failed: str | None = None
         self._short: set[str] = set()
         self._fill_at = 0.0
@@ -86,8 +87,9 @@ class Dispatch:
             self._admission.watch()
         for waiting in list(self._queue):
             cause = CANCELLED if interrupts.stopping else NOT_STARTED
-            result = UnitResult.of(waiting.unit, Outcome.CANCELLED, cause=cause)
-            self._finish(waiting.unit, result)
+            cancelled = UnitResult.of(waiting.unit, Outcome.CANCELLED, cause=cause)
+            # One that was to be tried again has failed until then.
+            self._finish(waiting.unit, self._last_failures.get(waiting.unit.key, cancelled))
 
     def _begin(self, units: Sequence[Waiting]) -> None:
         self._queue = Queue(units)
@@ -164,6 +166,7 @@ class Dispatch:
                 return
             cause = Cause(CauseKind.STORE, ended.reason, "run `compile` again")
             ended = UnitResult.of(unit, Outcome.FAILED, cause=cause)
+        ended = replace(ended, attempts=waiting.attempt)
         retry = self._retry(waiting, ended)
         if retry is not None and ended.cause is not None:
             again = Waiting(
@@ -174,11 +177,12 @@ class Dispatch:
                 waits=waiting.waits,
                 not_before=time.monotonic() + retry.pause,
             )
+            self._last_failures[unit.key] = ended
             self._defer(again, ended.cause.text, retry.pause)
             return
         if ended.outcome is Outcome.FAILED and self._farm.fail_fast and self._failed is None:
             self._failed = ended.bucket_name
-        self._finish(unit, replace(ended, attempts=waiting.attempt))
+        self._finish(unit, ended)
 
     def _retry(self, waiting: Waiting, ended: UnitResult) -> Retry | None:
         if ended.outcome is not Outcome.FAILED or ended.cause is None:

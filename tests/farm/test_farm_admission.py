@@ -225,3 +225,15 @@ def test_after_a_failure_fail_fast_finishes_what_runs_and_starts_nothing(folder:
         unit.cause.text for unit in result.units if unit.outcome is Outcome.CANCELLED and unit.cause
     }
     assert "another unit failed" in text
+
+
+def test_a_unit_that_was_to_be_tried_again_has_failed_when_the_run_ends_before(
+    folder: Path,
+) -> None:
+    farmtools.order(folder, b4="kill_itself", b3="raise")
+    result = farmtools.run(folder, 4, workers=1, retries=2, fail_fast=True)
+    assert [unit.outcome for unit in result.units] == ["cancelled", "cancelled", "failed", "failed"]
+    killed = result.units[3]
+    assert killed.cause is not None
+    assert killed.cause.kind is CauseKind.OUT_OF_MEMORY
+    assert killed.log is not None
