@@ -33,8 +33,8 @@ test-vllm: $(VENV)-vllm/.installed
 
 test-ray: $(VENV)-ray/.installed
 	if $(ALONE) true; then \
-		$(ALONE) sh -c 'ip link set lo up && exec $(RAY_BIN)/python -m pytest tests/ray'; \
-	else $(RAY_BIN)/python -m pytest tests/ray; fi  # they say why they are skipped
+		$(ALONE) sh -c 'ip link set lo up && exec $(RAY_BIN)/python -m pytest tests/cluster'; \
+	else $(RAY_BIN)/python -m pytest tests/cluster; fi  # they say why they are skipped
 
 bench-vllm: $(VENV)-vllm/.installed
 	$(VLLM_BIN)/python benchmarks/bench_vllm_start.py

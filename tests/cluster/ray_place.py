@@ -28,7 +28,7 @@ from neffbuild.toolchain.base import Unit
 from neffbuild.toolchain.registry import load_toolchain
 
 TESTS = Path(__file__).parents[1]
-PLUGINS = os.pathsep.join(str(TESTS / folder / "plugin") for folder in ("farm", "ray"))
+PLUGINS = os.pathsep.join(str(TESTS / folder / "plugin") for folder in ("farm", "cluster"))
 
 
 def why_not() -> str | None:

@@ -10,7 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from ray_place import Farm, Place
 
-for _folder in ("farm", "farm/plugin", "s3", "cli", "ray/plugin"):
+for _folder in ("farm", "farm/plugin", "s3", "cli", "cluster/plugin"):
     sys.path.append(str(Path(__file__).parents[1] / _folder))
 
 
