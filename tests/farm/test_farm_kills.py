@@ -156,8 +156,11 @@ def test_workers_supervisors_and_the_server_killed_at_random_cost_their_own_unit
             below = psutil.Process().children(recursive=True)
             if len(below) > 2:
                 victim = chance.choice(below)
+                try:
+                    victim.kill()
+                except psutil.NoSuchProcess:  # it has just ended
+                    continue
                 killed.append(victim.pid)
-                victim.kill()
 
     killer = threading.Thread(target=kill_at_random, daemon=True)
 
