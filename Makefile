@@ -23,7 +23,7 @@ demo-eagle3: $(VENV)/.runtime
 	PATH="$(abspath $(BIN)):$$PATH" scripts/demo.sh configs/quickstart-eagle3.yaml
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadgroup
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow
