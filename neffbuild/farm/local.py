@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -58,11 +58,18 @@ class LocalExecutor:
     imported. Nothing that happens to a worker, a supervisor or the server costs more than its units.
 
     `environment` is what the server and, with the unit's TMPDIR, every worker sees; `folder` is the
-    farm's own. Leaving the context ends whatever still runs.
+    farm's own; `modules` are imported once for all workers. Leaving the context ends whatever still runs.
     """
 
-    def __init__(self, toolchain: str, environment: Mapping[str, str], folder: Path) -> None:
+    def __init__(
+        self,
+        toolchain: str,
+        environment: Mapping[str, str],
+        folder: Path,
+        modules: Sequence[str] = (),
+    ) -> None:
         self._toolchain = toolchain
+        self._modules = modules
         self._folder = folder
         self._environment = {**environment, "TMPDIR": str(folder)}
         self._running: dict[Connection, _Running] = {}
@@ -208,7 +215,8 @@ class LocalExecutor:
         self._control, theirs = socket.socketpair()
         # Workers import what this process would: a relative entry means this process's folder.
         path = json.dumps([entry or str(Path.cwd()) for entry in sys.path])
-        arguments = [str(theirs.fileno()), path, self._toolchain, str(self._folder.parent)]
+        farms = str(self._folder.parent)
+        arguments = [str(theirs.fileno()), path, self._toolchain, farms, *self._modules]
         with theirs, self._server_log.open("wb") as log:
             self._server = subprocess.Popen(
                 [sys.executable, "-P", "-u", "-c", _START_SERVER, *arguments],

@@ -11,7 +11,6 @@ import atexit
 import os
 import pickle
 import socket
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -85,7 +84,7 @@ def _run(order: Order, key: str, watcher: Any) -> bytes | str:
         if reason := refusal(order.job.unit, order.toolchain):
             return f"{_here()} is not what the plan was made for: {reason}"
         job = replace(order.job, store=open_store(order.store_url), environment=_environment(order))
-        return pickle.dumps(_farm(order.toolchain, job.environment).run(job))
+        return pickle.dumps(_farm(order.toolchain, job).run(job))
     except NeffbuildError as error:
         return f"{_here()} cannot compile: {error.message}"
 
@@ -107,12 +106,14 @@ class _NodeFarm:
     """The local executor that one Ray worker process keeps from task to task, so that the toolchain is
     imported, and what units share is made, once."""
 
-    def __init__(self, toolchain: str, environment: Mapping[str, str]) -> None:
+    def __init__(self, toolchain: str, job: Job) -> None:
         self.toolchain = toolchain
         self._stack = ExitStack()
         self._folder = self._stack.enter_context(farm_folder())
+        # Each worker connects to the store for itself; what it needs for that takes long to import.
+        modules = [type(job.store).__module__]
         self._executor = self._stack.enter_context(
-            LocalExecutor(toolchain, environment, self._folder)
+            LocalExecutor(toolchain, job.environment, self._folder, modules)
         )
 
     def run(self, job: Job) -> Ended:
@@ -141,11 +142,11 @@ class _NodeFarm:
 _kept: _NodeFarm | None = None
 
 
-def _farm(toolchain: str, environment: Mapping[str, str]) -> _NodeFarm:
+def _farm(toolchain: str, job: Job) -> _NodeFarm:
     global _kept
     if _kept is None or _kept.toolchain != toolchain:
         _close()
-        _kept = _NodeFarm(toolchain, environment)
+        _kept = _NodeFarm(toolchain, job)
     return _kept
 
 

@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,19 +36,20 @@ _LOOK_SECONDS = 0.5
 _LAST_SECONDS = 15.0
 
 
-def main(descriptor: int, toolchain_name: str, farms: str) -> None:
+def main(descriptor: int, toolchain_name: str, farms: str, *modules: str) -> None:
     """Serve the farm at the other end of the socket `descriptor` until that end closes.
 
     Each message is one byte with one descriptor: a connection on which a new supervisor is to be found;
     the last, `LEAVE`, has none.
-    `farms` is where the folders of this user's farms are.
+    `farms` is where the folders of this user's farms are, `modules` what workers import beside the
+    toolchain's `preload`.
     """
     control = socket.socket(fileno=descriptor)
     # A terminal's Ctrl-C is for the farm's own process to decide about.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     processes.adopt_orphans()
     try:
-        toolchain = _prepare(toolchain_name)
+        toolchain = _prepare(toolchain_name, modules)
     except NeffbuildError as error:
         sys.exit(error.message)
     # What is there now will never be garbage: workers need not touch, and so copy, its pages.
@@ -65,14 +67,14 @@ def _remove(folder: Path, farms: Path) -> None:
         time.sleep(0.05)
 
 
-def _prepare(name: str) -> Toolchain:
+def _prepare(name: str, modules: Sequence[str]) -> Toolchain:
     toolchain = load_toolchain(name)
-    for module in toolchain.preload:
+    for module in (*modules, *toolchain.preload):
         try:
             import_module(module)
         except ImportError as error:
             raise MissingExtra(
-                f"{module}, which {name} preloads, fails to import: {error}"
+                f"{module}, which workers for {name} need, fails to import: {error}"
             ) from error
     if psutil.Process().num_threads() > 1:
         raise ToolchainRefusal(
