@@ -13,12 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from neffbuild.cache import files, filesystem
+from neffbuild.config.errors import StoreError
 
 
 def withdraw(path: Path) -> None:
-    """Remove a ready file. Raises `StoreError` when it cannot be removed."""
+    """Remove a ready file. Raises `StoreError` when it cannot be removed, and for anything but a file or
+    a link to one: root could unlink `/dev/null`."""
     with files.refusals("remove", path):
-        filesystem.unlink(path)
+        special = path.exists() and not path.is_file()
+        if not special:
+            filesystem.unlink(path)
+    if special:
+        raise StoreError(
+            f"cannot use {path} as a ready file: it is there and no regular file",
+            value=str(path),
+            hint="name a file of its own, in a folder that whoever waits for it can see",
+        )
 
 
 def announce(path: Path, document: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -158,3 +159,16 @@ def test_doctor_tells_how_remotes_are_reached(builder: Project) -> None:
     assert one["settings"]["region"] == "eu-west-1"
     assert one["settings"]["path_style"] is True
     assert "ci-secret" not in json.dumps(one)
+
+
+def test_a_ready_file_replaces_no_device_and_no_folder(builder: Project) -> None:
+    pipe = builder.root / "pipe"
+    os.mkfifo(pipe)
+    (builder.root / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        ran = builder.run(
+            "pull", "remote", "--tag", "llama:t", "--cache", "c", "--ready-file", name
+        )
+        assert ran.status in (2, 3)
+        assert name in ran.err
+    assert pipe.is_fifo()
