@@ -12,6 +12,7 @@ tags from several hosts at once, use a store with conditional writes.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import time
@@ -98,6 +99,8 @@ class DirectoryStore:
     def list(self, prefix: str) -> Iterator[Listed]:
         folder, _, start = valid_prefix(prefix).rpartition("/")
         with files.refusals("list", self._base / folder):
+            if self.root.is_file():  # a slip of whoever named it, and no empty store
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self.root))
             yield from self._list(f"{folder}/" if folder else "", start)
 
     def blob_path(self, digest: str) -> Path:
