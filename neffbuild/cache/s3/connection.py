@@ -3,12 +3,12 @@ left of errors into `StoreError`."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import botocore
 from botocore.config import Config
@@ -24,18 +24,23 @@ from neffbuild.cache.s3.errors import (
     fault_of,
     store_error,
 )
+from neffbuild.cache.s3.identity import aws_partition, place
 from neffbuild.cache.s3.options import S3Options
 from neffbuild.cache.s3.retry import Pauses
 from neffbuild.cache.s3.statistics import S3Statistics
 
 BRIEF_PATIENCE = 10.0
-"""Seconds for faults that rarely pass: an endpoint nobody listens on, a body damaged on the way."""
+"""Seconds for faults that rarely pass: an endpoint nobody listens on or that does not answer, a body
+damaged on the way."""
 
 _CONNECT_TIMEOUT = 10.0
-_READ_TIMEOUT = 60.0
+_READ_TIMEOUT = 30.0
 _CONNECTIONS = 64
+_SLOW_FAULTS = frozenset({"ReadTimeoutError", "ConnectTimeoutError"})
+"""Faults that take so long to show that whoever waits should hear of them."""
+
+_log = logging.getLogger(__name__)
 _DEFAULT_REGION = "us-east-1"
-_AWS_DOMAINS = (".amazonaws.com", ".amazonaws.com.cn", ".api.aws", ".amazonaws.eu")
 _ADDRESSING: Mapping[bool | None, Literal["auto", "path", "virtual"]] = {
     None: "auto",
     True: "path",
@@ -147,6 +152,12 @@ class S3Connection:
         """Whether the endpoint is AWS's own, of which we know what it honours."""
         return self._open().is_aws
 
+    @property
+    def identity(self) -> str:
+        """As `neffbuild.cache.s3.identity.place`, by the endpoint in force. Raises `StoreError`."""
+        endpoint = self._open().client.meta.endpoint_url
+        return place(endpoint, self.options.bucket, self.options.prefix)
+
     def effective(self) -> dict[str, str | bool | float | None]:
         """What is in force after URL, environment and AWS configuration were taken together. Names where
         credentials come from, never what they are."""
@@ -206,6 +217,8 @@ class Attempts:
                 error, self._operation, self._key, connection.options, connection.region_known
             ) from error
         connection.statistics.count_retry(fault.kind)
+        if fault.kind in _SLOW_FAULTS and self._pauses.taken == 1:
+            _log.warning("no answer from s3://%s yet: %s", connection.options.bucket, fault.kind)
         connection.pause(pause)
         return None
 
@@ -237,9 +250,9 @@ def _open(options: S3Options, count: Callable[..., None]) -> _Opened:
     session = boto3.session.Session(profile_name=options.profile, region_name=options.region)
     path_style = options.path_style
     if path_style is None and options.endpoint is not None:
-        path_style = not _is_aws(options.endpoint)
+        path_style = aws_partition(options.endpoint) is None
     client = _client(session, options, _ADDRESSING[path_style])
-    is_aws = _is_aws(client.meta.endpoint_url)
+    is_aws = aws_partition(client.meta.endpoint_url) is not None
     if path_style is None and not is_aws:
         # The environment or a file names the endpoint, which shows only in the finished client.
         path_style, client = True, _client(session, options, "path")
@@ -257,10 +270,6 @@ def _open(options: S3Options, count: Callable[..., None]) -> _Opened:
         profile=session.profile_name,
         credentials="anonymous" if options.anonymous else found.method if found else None,
     )
-
-
-def _is_aws(endpoint: str) -> bool:
-    return (urlsplit(endpoint).hostname or "").endswith(_AWS_DOMAINS)
 
 
 def _client(

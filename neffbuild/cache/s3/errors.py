@@ -83,6 +83,7 @@ _UNREACHABLE = (
     boto.ProxyConnectionError,
     boto.SSLError,
 )
+_SILENT = (boto.ReadTimeoutError,)
 _CREDENTIALS_MAY_COME = (boto.CredentialRetrievalError, boto.MetadataRetrievalError)
 _BROKEN_TRANSPORT = (
     boto.ConnectionError,
@@ -100,7 +101,7 @@ def fault_of(error: Exception) -> Fault:
     if isinstance(error, boto.ClientError):
         return _service_fault(_code(error), _status(error))
     kind = type(error).__name__
-    if isinstance(error, _UNREACHABLE + _CREDENTIALS_MAY_COME):
+    if isinstance(error, _UNREACHABLE + _SILENT + _CREDENTIALS_MAY_COME):
         return Fault(kind, Patience.BRIEF)
     if isinstance(error, boto.FlexibleChecksumError):
         return Fault(kind, Patience.BRIEF)
@@ -238,6 +239,11 @@ def _explanation(
             f"the endpoint cannot be reached: {error}",
             "check the endpoint, the network, proxies (HTTPS_PROXY, NO_PROXY) and certificates "
             "(AWS_CA_BUNDLE)",
+        )
+    if isinstance(error, _SILENT):
+        return (
+            f"the endpoint takes connections and does not answer: {error}",
+            "check that it is the endpoint's S3 port and that the server is well",
         )
     return said, _option_hint(error, operation)
 

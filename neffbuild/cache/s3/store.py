@@ -57,6 +57,10 @@ class S3Store:
         return self.options.url
 
     @property
+    def identity(self) -> str:
+        return self._s3.identity
+
+    @property
     def statistics(self) -> S3Statistics:
         """Requests, retries and errors so far."""
         return self._s3.statistics
