@@ -49,6 +49,10 @@ class DirectoryStore:
     def url(self) -> str:
         return str(self.root)
 
+    @property
+    def identity(self) -> str:
+        return os.path.realpath(self.root)
+
     def read(self, name: str) -> Document | None:
         path = self._document_path(name)
         with files.refusals("read", path):

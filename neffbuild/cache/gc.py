@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from neffbuild.cache import tag_hints
 from neffbuild.cache.canonical import digest_bytes, is_digest, parse_json
 from neffbuild.cache.catalog import entry_key, entry_name, index_name, manifest_name
 from neffbuild.cache.entry import entry_blobs
@@ -132,7 +133,7 @@ def _tags(store: ManagedStore) -> dict[str, str]:
             raise IntegrityError(
                 f"cannot tell what {listed.name} of {store.url} leads to: {error.message}",
                 value=listed.name,
-                hint="push to the tag again, or remove its document; nothing was removed",
+                hint=f"nothing was removed; {tag_hints.UNREADABLE}",
             ) from error
         tags[str(ref)] = statement.index
     return tags

@@ -22,11 +22,13 @@ class ProblemKind(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One finding. `key` is the unit's key where a unit is concerned, else the digest of a manifest
-    or index, or a tag as NAME:TAG."""
+    or index, or a tag as NAME:TAG. `hint` is what to do where the kind does not say it all; it is no
+    part of the document."""
 
     kind: ProblemKind
     key: str
     detail: str
+    hint: str | None = None
 
     def document(self) -> dict[str, str]:
         return {"kind": self.kind.value, "key": self.key, "detail": self.detail}

@@ -82,7 +82,7 @@ def promote(
             target,
             release.index,
             trust,
-            last_seen=seen_sequence(local, remote.url, target.name, target.tag),
+            last_seen=seen_sequence(local, remote.identity, target.name, target.tag),
             sign=sign,
             expires=expires,
         )

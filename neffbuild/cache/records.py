@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from neffbuild.cache.canonical import canonical_json, digest_document, is_digest, parse_json
+from neffbuild.cache.names import LAYOUT
 from neffbuild.cache.store import Document, Store
 from neffbuild.config.errors import IntegrityError, StoreError
 
@@ -185,31 +186,40 @@ def seen_hydration(store: Store, asked: str) -> SeenHydration | None:
         return None
 
 
-def seen_sequence(store: Store, url: str, name: str, tag: str) -> int:
-    """The highest sequence that was accepted of a tag of the store at `url`; 0 when none was."""
-    return _sequence(store.read(_seen_name(url, name, tag)))
+def seen_sequence(store: Store, identity: str, name: str, tag: str) -> int:
+    """The highest sequence that was seen of a tag of the store that is `identity`; 0 when none was.
+    Raises `IntegrityError` naming the record when it cannot be read."""
+    record = _seen_name(identity, name, tag)
+    return _sequence(store, record, store.read(record))
 
 
-def note_sequence(store: Store, url: str, name: str, tag: str, sequence: int) -> None:
-    """Remember an accepted sequence; a higher one already noted stays."""
+def note_sequence(store: Store, identity: str, name: str, tag: str, sequence: int) -> None:
+    """Remember a sequence; a higher one already noted stays. Raises as `seen_sequence`."""
     noted = {"schema": "neffbuild.seen/1", "name": name, "tag": tag, "sequence": sequence}
+    record = _seen_name(identity, name, tag)
     _update(
         store,
-        _seen_name(url, name, tag),
-        lambda current: noted if sequence > _sequence(current) else None,
+        record,
+        lambda current: noted if sequence > _sequence(store, record, current) else None,
     )
 
 
-def _sequence(document: Document | None) -> int:
+def _sequence(store: Store, record: str, document: Document | None) -> int:
     if document is None:
         return 0
-    seen = parse_json(document.data, "the record of a tag's last seen sequence")
-    sequence = seen.get("sequence") if isinstance(seen, dict) else None
-    if type(sequence) is not int:
+    try:
+        seen = parse_json(document.data, "it")
+        sequence = seen.get("sequence") if isinstance(seen, dict) else None
+        if type(sequence) is not int:
+            raise IntegrityError("it names no sequence")
+    except IntegrityError as error:
+        path = f"{store.url}/{LAYOUT}/{record}"
         raise IntegrityError(
-            "the record of a tag's last seen sequence is unreadable",
-            hint="remove the folder `v1/seen` of the local cache to trust what the store serves now",
-        )
+            f"the record of a tag's last seen sequence, {path}, is unreadable: {error.message}",
+            value=path,
+            hint="remove this file to accept whatever sequence the store serves now: an older tag would "
+            "not be noticed; `cache.min_sequence` (`--min-sequence`) bounds that",
+        ) from error
     return sequence
 
 
@@ -259,6 +269,6 @@ def _hydration_name(asked: str) -> str:
     return f"hydrations/{asked}.json"
 
 
-def _seen_name(url: str, name: str, tag: str) -> str:
-    # Hashed: a store's URL may be an absolute path, and no document here holds one.
-    return f"seen/{digest_document([url, name, tag])}.json"
+def _seen_name(identity: str, name: str, tag: str) -> str:
+    # Hashed: a store's identity may be an absolute path, and no document here holds one.
+    return f"seen/{digest_document([identity, name, tag])}.json"

@@ -59,8 +59,7 @@ def read_release(
     """
     statement = None
     if isinstance(source, TagRef):
-        seen = seen_sequence(local, remote.url, source.name, source.tag)
-        statement = resolve_tag(remote, source, trust, last_seen=seen)
+        statement = resolve_remembering(local, remote, source, trust)
         data = require_addressed(remote, index_name(statement.index), f"tag {source}")
         index = Index.from_json(data)
     else:
@@ -74,12 +73,27 @@ def read_release(
     return Release(index, manifests, statement)
 
 
+def resolve_remembering(
+    local: DirectoryStore, remote: Store, ref: TagRef, trust: Trust
+) -> TagStatement:
+    """As `resolve_tag`, with what `local` remembers. A sequence that a good signature vouches for is
+    remembered at once, whatever becomes of the tag afterwards: that it was written is known, and what
+    is older is not to be served again because the newer one has expired or what it names is withheld."""
+    return resolve_tag(
+        remote,
+        ref,
+        trust,
+        last_seen=seen_sequence(local, remote.identity, ref.name, ref.tag),
+        vouched=lambda statement: remember_sequence(local, remote, statement),
+    )
+
+
 def remember_sequence(local: DirectoryStore, remote: Store, statement: TagStatement) -> None:
-    """Remember the sequence of a tag that was just written. A local cache that can only be read must
+    """Remember the sequence of a tag that was just written or seen. A local cache that can only be read must
     not make what is done look failed."""
     ref = statement.ref
     try:
-        note_sequence(local, remote.url, ref.name, ref.tag, statement.sequence)
+        note_sequence(local, remote.identity, ref.name, ref.tag, statement.sequence)
     except StoreError as error:
         if not says_unwritable(error):
             raise

@@ -75,6 +75,13 @@ class Store(BlobSource, Protocol):
         """How a user names this store."""
         ...
 
+    @property
+    def identity(self) -> str:
+        """Which place this is, the same however it is spelled and reached, for what is remembered of
+        it: the real path of a directory; of S3 the endpoint in force, the bucket and the prefix. Two
+        names of one host are two places. Sends no request."""
+        ...
+
     def read(self, name: str) -> Document | None:
         """The document, or None when there is none."""
         ...

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Self
 
+from neffbuild.cache import tag_hints
 from neffbuild.cache.canonical import canonical_json, parse_json, require_digest
 from neffbuild.cache.catalog import read_index, write_index
 from neffbuild.cache.envelope import Envelope, Signature
@@ -149,28 +150,56 @@ def tag_problem(
         envelope = Envelope.from_json(data)
         reason = trust.fault(envelope)
         if reason is not None:
-            return Problem(ProblemKind.BAD_SIGNATURE, str(ref), reason)
+            return Problem(
+                ProblemKind.BAD_SIGNATURE, str(ref), reason, _signature_hint(envelope, trust)
+            )
         statement = TagStatement.from_envelope(envelope)
     except IntegrityError as error:
-        return Problem(ProblemKind.BAD_ENTRY, str(ref), error.message)
+        return Problem(ProblemKind.BAD_ENTRY, str(ref), error.message, tag_hints.UNREADABLE)
     if statement.ref != ref:
-        return Problem(
-            ProblemKind.BAD_ENTRY, str(ref), f"{ref} is answered with the tag {statement.ref}"
-        )
-    lowest = max(last_seen, trust.min_sequence)
-    if statement.sequence < lowest:
-        return Problem(
-            ProblemKind.ROLLBACK,
-            str(ref),
-            f"{ref} has sequence {statement.sequence}; {lowest} was seen before or is required",
-        )
+        detail = f"{ref} is answered with the tag {statement.ref}"
+        return Problem(ProblemKind.BAD_ENTRY, str(ref), detail, tag_hints.UNREADABLE)
+    if statement.sequence < max(last_seen, trust.min_sequence):
+        if last_seen >= trust.min_sequence:
+            bound, hint = f"{last_seen} was seen here before", tag_hints.SEEN
+        else:
+            bound, hint = f"{trust.min_sequence} is required by min_sequence", tag_hints.REQUIRED
+        detail = f"{ref} has sequence {statement.sequence}; {bound}"
+        return Problem(ProblemKind.ROLLBACK, str(ref), detail, hint)
     if statement.expires is not None and statement.expires <= now:
-        return Problem(ProblemKind.EXPIRED, str(ref), f"{ref} expired at {statement.expires}")
+        detail = f"{ref} expired at {statement.expires}"
+        return Problem(ProblemKind.EXPIRED, str(ref), detail, tag_hints.expired(statement.expires))
     return None
 
 
-def resolve_tag(store: Store, ref: TagRef, trust: Trust, *, last_seen: int = 0) -> TagStatement:
-    """What a tag says now, if it can be believed.
+def _signature_hint(envelope: Envelope, trust: Trust) -> str:
+    if not envelope.signatures:
+        return tag_hints.UNSIGNED
+    return tag_hints.NO_KEY if trust.check is None else tag_hints.WRONG_KEY
+
+
+def _vouched(ref: TagRef, data: bytes, trust: Trust) -> TagStatement | None:
+    """What a tag's document says where it is signed by somebody who is believed, old or not."""
+    try:
+        envelope = Envelope.from_json(data)
+        if not envelope.signatures or trust.check is None or trust.check(envelope) is not None:
+            return None
+        statement = TagStatement.from_envelope(envelope)
+    except IntegrityError:
+        return None
+    return statement if statement.ref == ref else None
+
+
+def resolve_tag(
+    store: Store,
+    ref: TagRef,
+    trust: Trust,
+    *,
+    last_seen: int = 0,
+    vouched: Callable[[TagStatement], object] = lambda _: None,
+) -> TagStatement:
+    """What a tag says now, if it can be believed. `vouched` is told of what a good signature stands
+    for, also where it is refused as too old or expired.
 
     Raises `StoreError` naming the tags there are when there is no such tag, `IntegrityError` when it
     is unsigned or wrongly signed where that matters, rolled back, expired or malformed.
@@ -178,9 +207,14 @@ def resolve_tag(store: Store, ref: TagRef, trust: Trust, *, last_seen: int = 0) 
     document = store.read(ref.document_name)
     if document is None:
         raise StoreError(_no_such_tag(store, ref), field="tag", value=str(ref))
+    signed = _vouched(ref, document.data, trust)
+    if signed is not None:
+        vouched(signed)
     problem = tag_problem(ref, document.data, trust, last_seen=last_seen, now=datetime.now(UTC))
     if problem is not None:
-        raise IntegrityError(f"tag {ref} of {store.url}: {problem.detail}", value=str(ref))
+        raise IntegrityError(
+            f"tag {ref} of {store.url}: {problem.detail}", value=str(ref), hint=problem.hint
+        )
     return _statement(document)
 
 
@@ -206,12 +240,13 @@ def point_tag(
     """Make a tag's index name this manifest for this platform, keeping the other platforms.
 
     The write is conditional on what was merged with, and repeated when somebody else wrote in
-    between, so pushes for two platforms at once both end in the index. Where the present statement or
-    index is damaged or gone, the tag names nothing any more and its index is started afresh.
+    between, so pushes for two platforms at once both end in the index. Where there is no tag, or its
+    index is damaged or gone, there is nothing to keep and the index is started afresh.
 
-    Raises `IntegrityError` when the present tag is not to be believed: merging would put our name to
-    somebody else's manifests. For the same reason, whoever signs merges with signed tags only. Raises
-    `ConfigError` when a signature is needed and there is no key to sign with.
+    Raises `IntegrityError` when the present tag cannot be read, which would lose its other platforms and
+    its sequence, or is not to be believed: merging would put our name to somebody else's manifests. For
+    the same reason, whoever signs merges with signed tags only. Raises `ConfigError` when a signature is
+    needed and there is no key to sign with.
     """
 
     def merged(present: _Present) -> Index:
@@ -326,14 +361,19 @@ def _present(
 def _mergeable(store: Store, ref: TagRef, present: _Present) -> Index:
     """The index to merge with; an empty one where there is nothing to keep."""
     problem = present.problem
-    if problem is not None and problem.kind is not ProblemKind.BAD_ENTRY:
+    if problem is not None and problem.kind is ProblemKind.BAD_ENTRY:
+        raise IntegrityError(
+            f"{ref.document_name} of {store.url} is damaged, and is not written over by a push: "
+            f"{problem.detail}",
+            value=ref.document_name,
+            hint=problem.hint,
+        )
+    if problem is not None:
         raise IntegrityError(
             f"tag {ref} of {store.url} is not to be merged with: {problem.detail}",
             value=str(ref),
             hint="find out who wrote it; a new tag name, or removing the tag, starts afresh",
         )
-    if problem is not None:
-        _log.warning("starting tag %s of %s afresh: %s", ref, store.url, problem.detail)
     if present.statement is None:
         return Index()
     try:

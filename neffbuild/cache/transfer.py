@@ -27,7 +27,7 @@ from neffbuild.cache.index import HostFit, Index, platform_text
 from neffbuild.cache.lease import leased, leased_if_writable
 from neffbuild.cache.manifest import Manifest
 from neffbuild.cache.records import note_sequence, record_pull, seen_sequence, write_pointer
-from neffbuild.cache.release import index_of, remember_sequence
+from neffbuild.cache.release import index_of, remember_sequence, resolve_remembering
 from neffbuild.cache.store import Store
 from neffbuild.cache.tag import (
     Signer,
@@ -36,7 +36,6 @@ from neffbuild.cache.tag import (
     Trust,
     check_movable,
     point_tag,
-    resolve_tag,
 )
 from neffbuild.config.errors import StoreError, UnitsIncomplete
 
@@ -91,7 +90,7 @@ def push(
             f"{len(names)} of the plan's units are not stored: {_some(names)}",
             hint="run `neffbuild compile` first, or push what there is with --allow-partial",
         )
-    last_seen = seen_sequence(local, remote.url, ref.name, ref.tag) if ref else 0
+    last_seen = seen_sequence(local, remote.identity, ref.name, ref.tag) if ref else 0
     if ref is not None:
         check_movable(remote, ref, trust, last_seen=last_seen, sign=sign)
     sizes = manifest.blobs
@@ -149,8 +148,7 @@ def pull(
     """
     statement = None
     if isinstance(source, TagRef):
-        seen = seen_sequence(local, remote.url, source.name, source.tag)
-        statement = resolve_tag(remote, source, trust, last_seen=seen)
+        statement = resolve_remembering(local, remote, source, trust)
         index = Index.from_json(
             require_addressed(remote, index_name(statement.index), f"tag {source}")
         )
@@ -185,7 +183,7 @@ def pull(
         record_pull(local, digest)
     if statement is not None:
         ref = statement.ref
-        note_sequence(local, remote.url, ref.name, ref.tag, statement.sequence)
+        note_sequence(local, remote.identity, ref.name, ref.tag, statement.sequence)
     return Pulled(manifest, digest, statement, len(absent), sum(absent.values()))
 
 

@@ -112,7 +112,7 @@ def _verify_store(
         )
 
     def last_seen(ref: TagRef) -> int:
-        return seen_sequence(local, store.url, ref.name, ref.tag)
+        return seen_sequence(local, store.identity, ref.name, ref.tag)
 
     if ref is None:
         # The lowest sequence in a config is that of the tag it is served from, not of every tag.
