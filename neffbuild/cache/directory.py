@@ -22,7 +22,14 @@ from pathlib import Path
 from neffbuild.cache import files, filesystem
 from neffbuild.cache.canonical import digest_bytes, is_digest
 from neffbuild.cache.lock import host_lock
-from neffbuild.cache.names import LAYOUT, NOT_DOCUMENTS, is_name, valid_name, valid_prefix
+from neffbuild.cache.names import (
+    LAYOUT,
+    NOT_DOCUMENTS,
+    is_name,
+    is_place_of_document,
+    valid_name,
+    valid_prefix,
+)
 from neffbuild.cache.problem import ProblemKind
 from neffbuild.cache.store import BlobSource, Document, Leftover, LeftoverKind, Listed
 from neffbuild.config.errors import IntegrityError
@@ -91,20 +98,27 @@ class DirectoryStore:
                 return False
             with self._temporary() as temporary:
                 files.write_synced(temporary, data)
-                filesystem.rename(temporary, path)
+                self._give_name(temporary, path)
             filesystem.sync(path.parent)
             return True
 
     def delete(self, name: str) -> None:
         path = self._document_path(name)
         with files.refusals("delete", path):
-            filesystem.unlink(path)
+            try:
+                filesystem.unlink(path)
+            except IsADirectoryError:
+                self._set_aside(path)  # what is in it is not ours to destroy
 
     def list(self, prefix: str) -> Iterator[Listed]:
         folder, _, start = valid_prefix(prefix).rpartition("/")
-        with files.refusals("list", self._base / folder):
-            if self.root.is_file():  # a slip of whoever named it, and no empty store
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(self.root))
+        place = self._base / folder
+        with files.refusals("list", place):
+            # A slip of whoever named it, or damage; taken for an empty store, it would cost a collector's
+            # user everything.
+            for path in (self.root, place):
+                if filesystem.is_taken(path) and not filesystem.is_folder(path):
+                    raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
             yield from self._list(f"{folder}/" if folder else "", start)
 
     def blob_path(self, digest: str) -> Path:
@@ -146,7 +160,7 @@ class DirectoryStore:
     def fetch_blob(self, digest: str, size: int, destination: Path) -> None:
         path = self.blob_path(digest)
         try:
-            with files.refusals("copy", path):
+            with files.copy_refusals(path, destination):
                 fault = files.copy_checked(path, digest, size, destination)
             if fault is not None:
                 raise IntegrityError(
@@ -173,8 +187,7 @@ class DirectoryStore:
     def quarantine(
         self, label: str, documents: Mapping[str, str], blobs: Mapping[str, int]
     ) -> None:
-        when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-        folder = self._document_path(f"quarantine/{label}-{when}-{os.urandom(3).hex()}")
+        folder = self._quarantine_folder(label)
         with files.refusals("quarantine to", folder):
             files.make_folder(folder)
             for name, version in documents.items():
@@ -294,8 +307,26 @@ class DirectoryStore:
         files.copy_executable_bits(temporary, mode)
         filesystem.sync(temporary)
         files.make_folder(path.parent)
-        filesystem.rename(temporary, path)
+        self._give_name(temporary, path)
         filesystem.sync(path.parent)
+
+    def _give_name(self, temporary: Path, path: Path) -> None:
+        """Put a finished file in the place of whatever has its name."""
+        try:
+            filesystem.rename(temporary, path)
+        except IsADirectoryError:
+            self._set_aside(path)
+            filesystem.rename(temporary, path)
+
+    def _set_aside(self, path: Path) -> None:
+        folder = self._quarantine_folder(path.stem)
+        files.make_folder(folder)
+        with contextlib.suppress(FileNotFoundError):
+            filesystem.rename(path, folder / path.name)
+
+    def _quarantine_folder(self, label: str) -> Path:
+        when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        return self._document_path(f"quarantine/{label}-{when}-{os.urandom(3).hex()}")
 
     def _quarantine_document(self, name: str, version: str, folder: Path) -> None:
         path = self._document_path(name)
@@ -308,7 +339,7 @@ class DirectoryStore:
         for item in _items(self._base / folder):
             if not item.name.startswith(start) or (not folder and item.name in NOT_DOCUMENTS):
                 continue
-            if item.is_folder:
+            if item.is_folder and not is_place_of_document(folder, item.name):
                 yield from self._list(f"{folder}{item.name}/", "")
             elif is_name(item.name):
                 with contextlib.suppress(FileNotFoundError):

@@ -57,6 +57,17 @@ def refusals(action: str, path: Path | str) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def copy_refusals(source: Path, target: Path) -> Iterator[None]:
+    """`refusals` for `copy_checked`: the path is that of the file which failed."""
+    try:
+        yield
+    except OSError as error:
+        wrote = error.filename is not None and str(error.filename) == str(target)
+        with refusals("write", target) if wrote else refusals("copy", source):
+            raise
+
+
 def says_unwritable(error: StoreError) -> bool:
     """Whether an error of `refusals` means that the place can be read and not written (or is full)."""
     cause = error.__cause__
@@ -117,6 +128,8 @@ def read_document(path: str) -> bytes | None:
 
 def _read_whole(path: str) -> bytes:
     with filesystem.closing(os.open(path, filesystem.READ_FLAGS)) as descriptor:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return b""
         # Almost always all of it; but a file server may hand out less than there is.
         parts = [os.read(descriptor, _MOST_DOCUMENTS)]
         size = len(parts[0])
@@ -133,13 +146,28 @@ def file_fault(path: Path, digest: str, size: int) -> ProblemKind | None:
 
 def copy_checked(source: Path, digest: str, size: int, target: Path) -> ProblemKind | None:
     """Copy a file to a name that nobody else uses and say what is wrong with the source, where the copy
-    is of no use then. Respects the umask."""
+    is of no use then. Respects the umask. An `OSError` says by its `filename` which of the two failed."""
+
+    def write(descriptor: int, data: bytes) -> None:
+        with _naming(target):
+            filesystem.write(descriptor, data)
 
     def copy() -> ProblemKind | None:
-        with filesystem.closing(filesystem.create(target)) as descriptor:
-            return _examine(source, digest, size, partial(filesystem.write, descriptor))
+        with _naming(target), filesystem.closing(filesystem.create(target)) as descriptor:
+            return _examine(source, digest, size, partial(write, descriptor))
 
     return filesystem.patiently(copy)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let an error say which file it is of, where it does not: calls on a descriptor know no name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _examine(
@@ -151,7 +179,7 @@ def _examine(
         if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENXIO):
             return ProblemKind.MISSING_BLOB
         raise
-    with filesystem.closing(opened) as descriptor:
+    with _naming(path), filesystem.closing(opened) as descriptor:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             return ProblemKind.MISSING_BLOB

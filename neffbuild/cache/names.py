@@ -12,6 +12,9 @@ LAYOUT = "v1"
 NOT_DOCUMENTS = frozenset({"blobs", "loaded", "quarantine", "tmp"})
 """Top-level folders that hold something else, left out when everything is listed."""
 
+_NAMED_FREELY = "tags/"
+"""Where folders have names of users' choice, `.json` at their end among them."""
+
 _PART = "[A-Za-z0-9_][A-Za-z0-9._-]*"
 _NAME = re.compile(rf"{_PART}(?:/{_PART})*")
 _PREFIX = re.compile(rf"(?:{_PART}/)*(?:{_PART})?")
@@ -20,6 +23,12 @@ _PREFIX = re.compile(rf"(?:{_PART}/)*(?:{_PART})?")
 def is_name(text: str) -> bool:
     """Whether a document may have this name."""
     return _NAME.fullmatch(text) is not None
+
+
+def is_place_of_document(folder: str, leaf: str) -> bool:
+    """Whether what has this name in a folder (`""`, or a path that ends in `/`) can only be meant for a
+    document, whatever it turns out to be."""
+    return leaf.endswith(".json") and folder != _NAMED_FREELY and is_name(leaf)
 
 
 def valid_name(name: str) -> str:

@@ -3,7 +3,9 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import socket
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,20 @@ from neffbuild.cache.directory import DirectoryStore
 from neffbuild.cache.problem import ProblemKind
 from neffbuild.config.errors import IntegrityError, NeffbuildError, StoreError
 
+
+def full_folder(path: Path) -> None:
+    path.mkdir(parents=True)
+    (path / "notes.txt").write_text("somebody's")
+
+
+def a_socket(path: Path) -> None:
+    folder = os.open(path.parent, os.O_PATH)
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(f"/proc/self/fd/{folder}/{path.name}")  # short: a socket's path has a limit
+    os.close(folder)
+
+
+PLACES = [full_folder, Path.mkdir, os.mkfifo, a_socket, lambda path: path.symlink_to("/etc/passwd")]
 CONTENT = b"a compiled program" * 1000
 DIGEST = digest_bytes(CONTENT)
 
@@ -217,6 +233,74 @@ class TestNames:
         assert (tmp_path / "secret").read_bytes() == b"secret"
         assert (folder / "link.json").read_bytes() == b"2"
         assert not (folder / "link.json").is_symlink()
+
+    @pytest.mark.parametrize("place", PLACES)
+    def test_whatever_has_a_documents_name_is_listed_and_makes_way(
+        self, store: DirectoryStore, place: Callable[[Path], object]
+    ) -> None:
+        store.create("tags/a.json/x.json", b"1")  # a folder by its place, whatever its name
+        path = store.root / "v1/tags/a.json/v1.json"
+        place(path)
+        names = ["tags/a.json/v1.json", "tags/a.json/x.json"]
+        assert sorted(one.name for one in store.list("tags/")) == names
+        assert [one.name for one in store.list("tags/a.json/v")] == names[:1]
+        assert not store.create(names[0], b"2")
+        damaged = store.read(names[0])
+        assert damaged is not None
+        assert damaged.data == b""
+        assert store.replace(names[0], b"2", damaged.version)
+        assert path.read_bytes() == b"2"
+
+        path.unlink()
+        place(path)
+        store.quarantine("t", {names[0]: damaged.version}, {})
+        assert store.read(names[0]) is None
+        place(path)
+        store.delete(names[0])
+        assert store.read(names[0]) is None
+
+    def test_a_folder_in_the_way_is_kept_with_what_is_in_it(
+        self, store: DirectoryStore, source: Path
+    ) -> None:
+        path = store.root / "v1/runs/a.json"
+        for work in (
+            lambda: store.replace("runs/a.json", b"2", digest_bytes(b"")),
+            lambda: store.delete("runs/a.json"),
+        ):
+            path.unlink(missing_ok=True)
+            full_folder(path)
+            work()
+            assert not path.is_dir()
+        blob = store.blob_path(DIGEST)
+        full_folder(blob)
+        store.put_blob(DIGEST, source)
+        assert store.check_blob(DIGEST, len(CONTENT)) is None
+        kept = sorted((store.root / "v1/quarantine").rglob("notes.txt"))
+        assert [one.parent.name for one in kept] == [DIGEST, "a.json", "a.json"]
+        assert leftovers(store) == []
+
+    def test_a_pipe_that_somebody_writes_to_is_not_read(self, store: DirectoryStore) -> None:
+        store.create("runs/a.json", b"1")
+        path = store.root / "v1/runs/pipe.json"
+        os.mkfifo(path)
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            os.write(descriptor, b"{}")
+            document = store.read("runs/pipe.json")
+            assert document is not None
+            assert document.data == b""
+            assert os.read(descriptor, 10) == b"{}"
+        finally:
+            os.close(descriptor)
+
+    @pytest.mark.parametrize("place", [Path.touch, lambda path: path.symlink_to("gone"), os.mkfifo])
+    def test_something_else_in_a_folders_place_is_no_empty_listing(
+        self, store: DirectoryStore, place: Callable[[Path], object]
+    ) -> None:
+        store.create("runs/a.json", b"1")
+        place(store.root / "v1/tags")
+        with pytest.raises(StoreError, match=r"cannot list .*/v1/tags.*Not a directory"):
+            list(store.list("tags/"))
 
 
 class TestBlobs:
@@ -449,5 +533,13 @@ class TestFullDisk:
             assert not store.blob_path(digest).exists()
             assert leftovers(store) == []
             assert store.check_blob(DIGEST, len(CONTENT)) is None
+
+            remote = DirectoryStore(tmp_path / "remote")
+            remote.put_blob(digest, big)
+            with pytest.raises(StoreError, match="No space left on device") as caught:
+                store.receive_blob(digest, 1 << 20, 0o644, remote)
+            assert caught.value.message.startswith(f"cannot write {store.root}/")
+            assert str(remote.root) not in caught.value.message
+            assert leftovers(store) == []
         finally:
             subprocess.run(["umount", str(mount)], check=True)

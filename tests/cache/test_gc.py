@@ -52,6 +52,10 @@ def age_all(store: DirectoryStore, days: float) -> None:
         age(path, days)
 
 
+def link_to_nothing(path: Path) -> None:
+    path.symlink_to("nothing")
+
+
 def blobs(store: DirectoryStore) -> set[str]:
     return {listed.name for listed in store.list_blobs()}
 
@@ -134,6 +138,11 @@ def test_other_tags_go_with_what_only_they_reach(
         ("index", "gone"),
         ("manifest", "flip"),
         ("manifest", "gone"),
+        ("tag", "folder"),
+        ("tag", "pipe"),
+        ("tag", "link"),
+        ("index", "folder"),
+        ("manifest", "folder"),
     ],
 )
 def test_where_a_tag_leads_nowhere_nothing_is_removed(
@@ -148,6 +157,9 @@ def test_where_a_tag_leads_nowhere_nothing_is_removed(
     data = path.read_bytes()
     if how == "gone":
         path.unlink()
+    elif how in ("folder", "pipe", "link"):
+        path.unlink()
+        {"folder": Path.mkdir, "pipe": os.mkfifo, "link": link_to_nothing}[how](path)
     else:
         path.write_bytes(data[:20] + b"\0" + data[21:])
     age_all(remote, 1000)
@@ -157,6 +169,20 @@ def test_where_a_tag_leads_nowhere_nothing_is_removed(
     assert caught.value.exit_status == 4
     assert "nothing was removed" in (caught.value.hint or "")
     assert paths(remote) == before
+
+
+def test_a_folder_in_an_entrys_place_goes_and_is_kept_for_who_looks(
+    store: DirectoryStore, entries: list[Entry]
+) -> None:
+    path = store.root / "v1" / entry_name(entries[0].key)
+    path.unlink()
+    path.mkdir()
+    (path / "notes.txt").write_text("somebody's")
+    age(path, 1000)
+    decision = collect(store, Policy(older_than=DAY, grace=0), delete=True).decision
+    assert [one.name for one in decision.removals if one.kind == "entry"] == [entries[0].key]
+    assert not path.exists()
+    assert len(list((store.root / "v1/quarantine").rglob("notes.txt"))) == 1
 
 
 def test_use_is_known_from_run_and_pull_records(

@@ -212,6 +212,33 @@ class TestErrorsThatStay:
         assert list(place.builder.root.glob("v1/tmp/*")) == []
         assert commit_entry(place.builder, entry, made) == entry
 
+    @pytest.mark.parametrize(
+        ("call", "error"),
+        [
+            *(("create", error) for error in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)),
+            *(("write", error) for error in (errno.ENOSPC, errno.EDQUOT, errno.EIO)),
+            ("close", errno.EDQUOT),
+            ("open", errno.EACCES),
+            ("read", errno.EIO),
+        ],
+    )
+    def test_of_a_copy_the_side_that_failed_is_named(
+        self, place: Place, layer: FaultyFiles, tmp_path: Path, call: str, error: int
+    ) -> None:
+        entry, made = place.made[0]
+        commit_entry(place.builder, entry, made)
+        source, target = place.builder.root, tmp_path / "other"
+        copy_to = DirectoryStore(target)
+        [record] = [one for name, one in entry.files.items() if name == "model.so"]
+        reads = call in ("open", "read")
+        layer.fail(call, error, where=f"{source}/v1/blobs/" if reads else f"{target}/v1/tmp/")
+        with pytest.raises(StoreError) as stopped:
+            copy_to.receive_blob(record.digest, record.size, record.mode, place.builder)
+        said = f"cannot copy {source}/v1/blobs/" if reads else f"cannot write {target}/v1/tmp/"
+        assert stopped.value.message.startswith(said)
+        assert str(target if reads else source) not in stopped.value.message
+        assert os.strerror(error) in stopped.value.message
+
     @pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO])
     @pytest.mark.parametrize("call", ["open", "read", "scandir"])
     def test_reads_name_the_path_too(

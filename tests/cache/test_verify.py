@@ -113,7 +113,14 @@ def test_swapped_artifacts_are_found(store: DirectoryStore, tmp_path: Path) -> N
     assert kinds == {ProblemKind.BAD_DIGEST}
 
 
-@pytest.mark.parametrize("damage", [flip, shorten, lambda path: path.write_bytes(b"")])
+def folder_instead(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize(
+    "damage", [flip, shorten, lambda path: path.write_bytes(b""), folder_instead]
+)
 def test_damaged_entry_is_found_and_healed(
     store: DirectoryStore, entries: list[Entry], damage: Callable[[Path], None], tmp_path: Path
 ) -> None:
@@ -213,6 +220,21 @@ class TestTags:
             path.write_bytes(data)
         (remote.root / "v1" / PROD.document_name).write_bytes(b"{")
         assert self.kinds(remote) == ["bad_entry"]
+        folder_instead(remote.root / "v1" / PROD.document_name)
+        assert self.kinds(remote) == ["bad_entry"]
+
+    def test_a_push_heals_folders_in_the_place_of_documents(
+        self, store: DirectoryStore, remote: DirectoryStore, entries: list[Entry]
+    ) -> None:
+        for name in (
+            f"manifests/{self.pushed.manifest}.json",
+            f"indexes/{self.pushed.index}.json",
+            entry_name(entries[0].key),
+        ):
+            folder_instead(remote.root / "v1" / name)
+        assert len(verify_store(remote, ANYONE).problems) == 3
+        push(store, remote, make_manifest(entries), PROD, trust=ANYONE)
+        assert verify_store(remote, ANYONE).ok
 
     def test_no_such_tag(self, remote: DirectoryStore) -> None:
         with pytest.raises(StoreError, match="no tag llama:test"):

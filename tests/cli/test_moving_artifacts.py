@@ -165,6 +165,17 @@ def test_verify_reads_the_manifest_that_serving_would_take(builder: Project, dam
     assert builder.call("verify", "config.yaml").status == 0
 
 
+@pytest.mark.parametrize("damaged", ["configs", "manifests", "entries/??"])
+def test_a_compile_heals_a_folder_in_a_documents_place(builder: Project, damaged: str) -> None:
+    document = next((builder.cache / "v1").glob(f"{damaged}/*.json"))
+    document.unlink()
+    document.mkdir()
+    assert builder.call("verify", "config.yaml").status in (1, 4)
+    assert builder.run("compile", "config.yaml").status == 0
+    assert document.is_file()
+    assert builder.call("verify", "config.yaml").status == 0
+
+
 def test_a_pull_replaces_what_is_damaged_locally(builder: Project) -> None:
     assert builder.call("push", "config.yaml", "--to", "remote", "--tag", "t").status == 0
     pull = ("pull", "remote", "--tag", "llama:t", "--cache", "c", "--json")
