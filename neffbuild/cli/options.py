@@ -29,11 +29,18 @@ def json_option(command: _Command) -> _Command:
 
 
 class _Directory(click.Path):
-    """A directory. An unset variable (`--cache "$CACHE"`) must not mean the working directory."""
+    """A directory of this machine. An unset variable (`--cache "$CACHE"`) must not mean the working
+    directory, nor a URL a folder in it."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
             self.fail("an empty path; name a directory", param, ctx)
+        if isinstance(value, str) and "://" in value:
+            self.fail(
+                f"{value!r} is a URL; a local cache is a directory: put a URL into cache.remotes",
+                param,
+                ctx,
+            )
         return super().convert(value, param, ctx)
 
 
@@ -105,6 +112,23 @@ def _config_file(word: str) -> Path:
             hint="leave out the quotes around it: -- vllm serve MODEL --option value …",
         )
     return Path(word)
+
+
+def require_config_or_store(words: Sequence[str]) -> None:
+    """Raise `ConfigError` where the first word, which may be a config file or a store's directory,
+    names nothing."""
+    if not words or not words[0].strip() or _vllm_start(words) is not None:
+        return
+    try:
+        Path(words[0]).stat()
+    except FileNotFoundError:
+        raise ConfigError(
+            f"there is no file or directory {words[0]} (a config file or a store was expected)",
+            value=words[0],
+            hint="check the path; a store elsewhere is named by its URL (s3://BUCKET/PREFIX)",
+        ) from None
+    except (OSError, ValueError):
+        return  # for whoever reads it to say
 
 
 def _vllm_start(words: Sequence[str]) -> int | None:

@@ -63,7 +63,10 @@ def command(
         "--require-signature": require_signature,
         "--min-sequence": min_sequence,
     }
-    if words and ("://" in words[0] or Path(words[0]).is_dir()):
+    of_store = bool(words) and ("://" in words[0] or Path(words[0]).is_dir())
+    if not of_store:
+        options.require_config_or_store(words)
+    if of_store:
         if tag is None and min_sequence is not None:
             raise ConfigError(
                 "--min-sequence is of one tag", field="--min-sequence", hint="name it with --tag"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,6 +14,9 @@ from pydantic_core import PydanticCustomError
 from neffbuild.config.errors import ConfigError
 from neffbuild.config.model import ModelConfig
 from neffbuild.config.serve import ServeConfig
+
+# Also as a path has it once it was taken for one: with a single slash. Not a drive of one letter.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 _NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 
@@ -117,15 +121,30 @@ class BuildConfig:
 
 def cache_directory(cache: CacheConfig) -> Path:
     """Where local artifacts are kept: `cache.local`, else `$NEFFBUILD_CACHE`, else
-    `$XDG_CACHE_HOME/neffbuild`, else `~/.cache/neffbuild`."""
-    for place, below in (
-        (cache.local, ""),
-        (os.environ.get("NEFFBUILD_CACHE"), ""),
-        (os.environ.get("XDG_CACHE_HOME"), "neffbuild"),
+    `$XDG_CACHE_HOME/neffbuild`, else `~/.cache/neffbuild`. Raises as `local_directory` does."""
+    for place, below, name in (
+        (cache.local, "", "cache.local"),
+        (os.environ.get("NEFFBUILD_CACHE"), "", "NEFFBUILD_CACHE"),
+        (os.environ.get("XDG_CACHE_HOME"), "neffbuild", "XDG_CACHE_HOME"),
     ):
         if place:
-            return expanded_path(place, Path.cwd()) / below
+            return local_directory(place, Path.cwd(), name) / below
     return Path.home() / ".cache" / "neffbuild"
+
+
+def local_directory(text: str, base: Path, field: str) -> Path:
+    """`expanded_path` of a directory for local artifacts that was given as `field`.
+
+    Raises `ConfigError` for a URL too: as a path it would be a folder `s3:` in the working directory.
+    """
+    if _URL.match(os.path.expandvars(text)):
+        raise ConfigError(
+            f"{field} is {text!r}, a URL; a local cache is a directory",
+            field=field,
+            value=text,
+            hint="name a directory, and put a URL into cache.remotes",
+        )
+    return expanded_path(text, base)
 
 
 def expanded_path(text: str, base: Path) -> Path:

@@ -18,6 +18,13 @@ def parse_duration(text: str, *, field: str) -> timedelta:
     Raises `ConfigError` naming `field`.
     """
     parts = _DURATION.fullmatch(text)
+    if parts and not int(parts[1]):
+        raise ConfigError(
+            f"{text!r} is zero; allowed: a whole number and one of s, m, h, d, w, of at least 1s",
+            field=field,
+            value=text,
+            hint="the shortest duration is 1s",
+        )
     seconds = int(parts[1]) * _UNITS[parts[2]] if parts else 0
     if not 0 < seconds <= _LONGEST.total_seconds():
         raise ConfigError(

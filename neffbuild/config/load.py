@@ -17,6 +17,7 @@ from neffbuild.config.build import (
     RemoteConfig,
     ToolchainConfig,
     expanded_path,
+    local_directory,
 )
 from neffbuild.config.documents import read_document
 from neffbuild.config.findings import Findings, nearest
@@ -131,7 +132,7 @@ def _absolute_paths(fields: Mapping[str, Any], base: Path) -> dict[str, Any]:
             str(expanded_path(key, base)) if isinstance(key, str) and key else key for key in keys
         ]
     if isinstance(local := fields.get("local"), str) and local:
-        absolute["local"] = str(expanded_path(local, base))
+        absolute["local"] = str(local_directory(local, base, "cache.local"))
     if isinstance(remotes := fields.get("remotes"), list | tuple):
         absolute["remotes"] = [
             {**remote, "url": str(expanded_path(url, base))}

@@ -180,6 +180,22 @@ CASES: dict[str, tuple[Callable[[Project], list[str]], int, list[str]]] = {
         2,
         ["has no unit 'decode_b9_ctx1024'"],
     ),
+    "verify of what is not there": (
+        lambda p: ["verify", "nope", "--repair"],
+        2,
+        ["no file or directory nope (a config file or a store was expected)"],
+    ),
+    "no time at all": (lambda p: ["gc", "r", "--grace", "0s"], 2, ["'0s' is zero", "1s"]),
+    "cache that is a URL": (
+        lambda p: [*serve(p), "--cache", "s3://bucket/x"],
+        2,
+        ["--cache", "'s3://bucket/x' is a URL", "a local cache is a directory", "cache.remotes"],
+    ),
+    "cache.local that is a URL": (
+        lambda p: section(p, cache={"local": "file:///x"}),
+        2,
+        ["cache.local is 'file:///x', a URL", "a local cache is a directory"],
+    ),
     "cache that is a file": (lambda p: [*serve(p), "--cache", "config.yaml"], 2, ["--cache"]),
     "cache.local that is a file": (
         lambda p: section(p, cache={"local": "config.yaml"}),
@@ -229,6 +245,22 @@ def test_people_get_the_same_message_and_what_to_do(project: Project, case: str)
     assert ran.out == ""
     hint = f"\n  hint: {error['hint']}" if error["hint"] else ""
     assert ran.err == f"neffbuild: error: {error['message']}{hint}\n"
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/x", "file:///x", "$PLACE/x"])
+def test_a_url_for_the_local_cache_is_refused_and_makes_no_folder(
+    project: Project, url: str
+) -> None:
+    config = project.write()
+    project.environment.update(NEFFBUILD_CACHE=url, PLACE="s3://bucket")
+    before = sorted(project.root.iterdir())
+    for words in (["compile", config], ["pull", "r", "--tag", "a:b"]):
+        ran = project.run(*words, "--json")
+        assert ran.status == 2
+        assert ran.error["field"] == "NEFFBUILD_CACHE"
+        assert "a local cache is a directory" in ran.error["message"]
+        assert "cache.remotes" in ran.error["hint"]
+    assert sorted(project.root.iterdir()) == before
 
 
 def test_errors_carry_field_and_value(project: Project) -> None:
