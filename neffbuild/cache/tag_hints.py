@@ -14,10 +14,9 @@ WRONG_KEY = (
 )
 NO_KEY = "name the public keys to believe in `cache.keys` or with the option for keys"
 UNREADABLE = (
-    "write over it on purpose: `neffbuild promote URL --from DIGEST --to NAME:TAG` with the digest of an "
-    "index pushed before keeps its platforms; or remove the document by hand and push every platform "
-    "again; where pushing machines have not seen the tag before, `cache.min_sequence` says where its "
-    "sequence starts"
+    "to write over it and keep the platforms of an index pushed before: `neffbuild promote URL --from "
+    "DIGEST --to NAME:TAG`; or remove the document by hand and push every platform again (from a "
+    "machine that has not seen the tag, with a `cache.min_sequence` above what others have seen)"
 )
 SEEN = (
     "find out who serves an older tag again; to go back on purpose, `neffbuild promote` the older "

@@ -87,6 +87,13 @@ def test_seen_sequence_only_rises_and_is_kept_per_store(store: DirectoryStore) -
     assert seen_sequence(store, "/other", "llama", "prod") == 0
     for path in Path(store.root, "v1/seen").iterdir():
         assert "/remote" not in path.read_text()
-        path.write_bytes(b"{}")
-    with pytest.raises(IntegrityError, match="unreadable"):
-        seen_sequence(store, "/remote", "llama", "prod")
+        for damage in (b"{}", b"{half", b"[]", b'{"sequence": "1"}'):
+            path.write_bytes(damage)
+            for act in (
+                lambda: seen_sequence(store, "/remote", "llama", "prod"),
+                lambda: note_sequence(store, "/remote", "llama", "prod", 99),
+            ):
+                with pytest.raises(IntegrityError, match="unreadable") as caught:
+                    act()
+                assert str(path) in caught.value.message
+                assert "remove this file" in str(caught.value.hint)

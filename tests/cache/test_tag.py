@@ -15,13 +15,17 @@ from hypothesis import strategies as st
 from neffbuild.cache.catalog import read_index
 from neffbuild.cache.directory import DirectoryStore
 from neffbuild.cache.envelope import Envelope, Signature
+from neffbuild.cache.gc import collect
+from neffbuild.cache.gc_rules import Policy
 from neffbuild.cache.problem import ProblemKind
 from neffbuild.cache.tag import (
     PAYLOAD_TYPE,
     TagRef,
     TagStatement,
     Trust,
+    check_movable,
     point_tag,
+    replace_tag,
     resolve_tag,
     tag_problem,
 )
@@ -193,14 +197,53 @@ class TestMoving:
         assert statement.sequence == 2
 
     @pytest.mark.parametrize("damage", [b"", b"{half", b"[]"])
-    def test_damaged_tag_is_started_afresh(
-        self, store: DirectoryStore, damage: bytes, caplog: pytest.LogCaptureFixture
+    @pytest.mark.parametrize("options", [{}, {"trust": SIGNED, "sign": sign}])
+    def test_damaged_tag_is_refused_until_it_is_removed(
+        self, store: DirectoryStore, damage: bytes, options: dict[str, Any]
     ) -> None:
-        move(store)
+        """Started afresh, it would lose its other platforms and, for who has not seen it, its
+        sequence: whoever can damage a document must not bring that about."""
+        move(store, **options)
         tag_path(store).write_bytes(damage)
-        assert move(store, 2, last_seen=1).sequence == 2
-        assert "afresh" in caplog.text
-        resolve_tag(store, PROD, ANYONE, last_seen=2)
+        for act in (
+            lambda: move(store, 2, last_seen=1, **options),
+            lambda: check_movable(
+                store, PROD, options.get("trust", ANYONE), sign=options.get("sign")
+            ),
+        ):
+            with pytest.raises(IntegrityError, match=r"tags/llama/prod\.json") as caught:
+                act()
+            assert caught.value.exit_status == 4
+            assert "remove the document" in str(caught.value.hint)
+        assert tag_path(store).read_bytes() == damage
+        tag_path(store).unlink()
+        assert move(store, 2, last_seen=1, **options).sequence == 2
+        resolve_tag(store, PROD, ANYONE if not options else SIGNED, last_seen=2)
+
+    def test_collector_and_push_agree_on_what_to_do(self, store: DirectoryStore) -> None:
+        move(store)
+        tag_path(store).write_bytes(b"{half")
+        with pytest.raises(IntegrityError) as pushed:
+            move(store)
+        with pytest.raises(IntegrityError) as collected:
+            collect(store, Policy(), delete=True)
+        assert collected.value.hint == f"nothing was removed; {pushed.value.hint}"
+
+    def test_damaged_tag_can_be_replaced_on_purpose_above_what_was_seen(
+        self, store: DirectoryStore
+    ) -> None:
+        index = read_index(store, move(store).index)
+        assert index is not None
+        tag_path(store).write_bytes(b"{half")
+        statement, before = replace_tag(store, PROD, index, ANYONE, last_seen=7)
+        assert (statement.sequence, before) == (8, None)
+
+    def test_another_tags_document_is_not_written_over(self, store: DirectoryStore) -> None:
+        move(store)
+        other = TagRef("llama", "other")
+        tag_path(store, other).write_bytes(tag_path(store).read_bytes())
+        with pytest.raises(IntegrityError, match=r"tags/llama/other\.json"):
+            point_tag(store, other, X86_V4, "4" * 64, ANYONE)
 
     @pytest.mark.parametrize("damage", ["gone", "changed"])
     def test_lost_index_is_started_afresh_and_the_sequence_goes_on(
@@ -284,10 +327,12 @@ class TestBelief:
         old = tag_path(store).read_bytes()
         move(store, 2)
         tag_path(store).write_bytes(old)
-        with pytest.raises(IntegrityError, match="sequence 1; 2"):
-            resolve_tag(store, PROD, ANYONE, last_seen=2)
-        with pytest.raises(IntegrityError, match="sequence 1; 2"):
-            resolve_tag(store, PROD, Trust(min_sequence=2))
+        with pytest.raises(IntegrityError, match="sequence 1; 2 was seen here before") as caught:
+            resolve_tag(store, PROD, Trust(min_sequence=1), last_seen=2)
+        assert "promote" in str(caught.value.hint)
+        with pytest.raises(IntegrityError, match="sequence 1; 3 is required by min_seq") as caught:
+            resolve_tag(store, PROD, Trust(min_sequence=3), last_seen=2)
+        assert "min_sequence" in str(caught.value.hint)
         assert resolve_tag(store, PROD, ANYONE, last_seen=1).sequence == 1
 
     def test_tag_filed_under_another_name_is_refused(self, store: DirectoryStore) -> None:
@@ -296,6 +341,25 @@ class TestBelief:
         tag_path(store, test).write_bytes(tag_path(store).read_bytes())
         with pytest.raises(IntegrityError, match="answered with the tag llama:prod"):
             resolve_tag(store, test, SIGNED)
+
+    def test_every_refusal_says_what_to_do(self, store: DirectoryStore) -> None:
+        move(store)
+        with pytest.raises(IntegrityError, match="not signed") as caught:
+            resolve_tag(store, PROD, SIGNED)
+        assert "--key" in str(caught.value.hint)
+        tag_path(store).unlink()
+        move(store, sign=sign, trust=SIGNED)
+        stranger = Trust(check=lambda _: "it is signed by another")
+        with pytest.raises(IntegrityError, match="another") as caught:
+            resolve_tag(store, PROD, stranger)
+        assert "cache.keys" in str(caught.value.hint)
+        with pytest.raises(IntegrityError, match="no key") as caught:
+            resolve_tag(store, PROD, Trust(require_signature=True))
+        assert "cache.keys" in str(caught.value.hint)
+        move(store, sign=sign, trust=SIGNED, expires=NOW.replace(year=2020))
+        with pytest.raises(IntegrityError, match="expired") as caught:
+            resolve_tag(store, PROD, SIGNED)
+        assert "renew" in str(caught.value.hint)
 
     def test_expiry_counts_from_its_second(self) -> None:
         statement = TagStatement(PROD, "1" * 64, 1, NOW)

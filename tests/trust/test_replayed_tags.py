@@ -6,12 +6,15 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from cache_samples import ANYONE
-from trust_samples import PROD, STAGING, Place, Signing, nothing_visible
+from cache_samples import ANYONE, X86_V3
+from trust_samples import PROD, STAGING, Place, Signing, envelope_of, nothing_visible
 
+from neffbuild.cache.envelope import Envelope
+from neffbuild.cache.open import open_store
 from neffbuild.cache.promote import promote
 from neffbuild.cache.release import read_release
-from neffbuild.cache.tag import Trust
+from neffbuild.cache.tag import PAYLOAD_TYPE, TagStatement, Trust
+from neffbuild.cache.transfer import pull
 from neffbuild.cache.verify import verify_store, verify_tag
 from neffbuild.config.errors import IntegrityError
 
@@ -108,3 +111,92 @@ def test_what_was_seen_of_one_store_says_nothing_of_another(
     statement = other.pull(PROD, release.trust, local).statement
     assert statement is not None
     assert statement.sequence == 1
+
+
+@pytest.mark.parametrize("spelling", ["link", "dots", "slash", "file", "relative"])
+def test_a_store_is_the_same_under_every_spelling(
+    place: Place,
+    release: Signing,
+    replay: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+    spelling: str,
+) -> None:
+    local = place.fresh()
+    place.pull(PROD, release.trust, local)
+    replay()
+    root = place.remote.root
+    (place.root / "link").symlink_to(root)
+    monkeypatch.chdir(place.root)
+    url = {
+        "link": f"{place.root}/link",
+        "dots": f"{root}/../{root.name}/.",
+        "slash": f"{root}//",
+        "file": f"file://{place.root}/link/",
+        "relative": "link",
+    }[spelling]
+    with pytest.raises(IntegrityError, match="sequence 1; 2 was seen"):
+        pull(open_store(url), local, PROD, platform=X86_V3, trust=release.trust)
+
+
+def test_a_newer_one_that_had_expired_was_seen(place: Place, release: Signing) -> None:
+    place.push(place.manifest(), PROD, release)
+    old = place.path(PROD.document_name).read_bytes()
+    past = datetime.now(UTC) - timedelta(seconds=1)
+    place.push(place.manifest(note="new"), PROD, release, expires=past)
+    local = place.fresh()
+    with pytest.raises(IntegrityError, match="expired at"):
+        place.pull(PROD, release.trust, local)
+    place.path(PROD.document_name).write_bytes(old)
+    with pytest.raises(IntegrityError, match="sequence 1; 2 was seen"):
+        place.pull(PROD, release.trust, local)
+
+
+def test_a_newer_one_whose_artifacts_were_withheld_was_seen(
+    place: Place, release: Signing, replay: Callable[[], None]
+) -> None:
+    local = place.fresh()
+    for path in (place.remote.root / "v1/indexes").iterdir():
+        path.rename(place.root / path.name)
+    with pytest.raises(IntegrityError):
+        place.pull(PROD, release.trust, local)
+    for path in place.root.glob("*.json"):
+        path.rename(place.remote.root / "v1/indexes" / path.name)
+    replay()
+    with pytest.raises(IntegrityError, match="sequence 1; 2 was seen"):
+        place.pull(PROD, release.trust, local)
+
+
+def test_what_no_believed_key_vouches_for_is_not_remembered(
+    place: Place, release: Signing, stranger: Signing
+) -> None:
+    """Else whoever can write to the store could lock every machine out of the true tag."""
+    place.push(place.manifest(), PROD, release)
+    true = place.path(PROD.document_name).read_bytes()
+    index = TagStatement.from_envelope(envelope_of(place.path(PROD.document_name))).index
+    local = place.fresh()
+    forged = Envelope(PAYLOAD_TYPE, TagStatement(PROD, index, 99).payload())
+    elsewhere = Envelope(PAYLOAD_TYPE, TagStatement(STAGING, index, 99).payload())
+    for envelope in (
+        forged,
+        forged.with_signatures(stranger.key.sign(forged.signed_bytes)),
+        elsewhere.with_signatures(release.key.sign(elsewhere.signed_bytes)),
+    ):
+        place.path(PROD.document_name).write_bytes(envelope.to_json())
+        with pytest.raises(IntegrityError):
+            place.pull(PROD, release.trust, local)
+        assert nothing_visible(local, ["seen/"])
+    place.path(PROD.document_name).write_bytes(true)
+    assert place.pull(PROD, release.trust, local).statement is not None
+
+
+def test_who_pushed_starts_a_lost_tag_above_what_they_have_seen(
+    place: Place, release: Signing, replay: Callable[[], None]
+) -> None:
+    place.path(PROD.document_name).write_bytes(b"{half")
+    with pytest.raises(IntegrityError, match=PROD.document_name) as caught:
+        place.push(place.manifest(), PROD, release)
+    assert caught.value.exit_status == 4
+    place.path(PROD.document_name).unlink()
+    statement = place.push(place.manifest(), PROD, release).statement
+    assert statement is not None
+    assert statement.sequence == 3

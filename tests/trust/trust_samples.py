@@ -121,6 +121,7 @@ def flipped(data: bytes, position: int, bit: int) -> bytes:
 
 
 def nothing_visible(local: DirectoryStore, folders: Sequence[str] = ()) -> bool:
-    """Whether a refused pull has left nothing that a later command could take for good."""
-    kinds = folders or ("entries/", "manifests/", "configs/", "seen/")
+    """Whether a refused pull has left nothing that a later command could take for good. That a signed
+    sequence was seen is remembered all the same."""
+    kinds = folders or ("entries/", "manifests/", "configs/")
     return not any(True for kind in kinds for _ in local.list(kind))
