@@ -163,6 +163,31 @@ class TestPushAndPull:
         )
         assert [one["kind"] for one in found.document["problems"]] == ["rollback"]
 
+    def test_a_damaged_tag_is_not_pushed_over_but_promoted_over(self, project: Project) -> None:
+        index = push(project)["index"]
+        (project.root / TAG).write_bytes(b"{half")
+        words = ["--key", "release.key", "--json"]
+        ran = project.call("push", "config.yaml", "--to", "remote", "--tag", "prod", *words)
+        assert ran.status == 4
+        assert "tags/llama/prod.json" in ran.error["message"]
+        assert "neffbuild promote URL --from DIGEST" in ran.error["hint"]
+        assert (project.root / TAG).read_bytes() == b"{half"
+        ran = project.call("promote", "remote", "--from", index, "--to", "llama:prod", *words)
+        assert ran.document["index"] == index
+        assert pull(project).status == 0
+
+    def test_a_damaged_memory_is_named_and_removing_it_goes_on(self, project: Project) -> None:
+        push(project)
+        assert pull(project).status == 0
+        [record] = (project.root / "served/v1/seen").iterdir()
+        record.write_bytes(b"{half")
+        ran = pull(project, "--json")
+        assert ran.status == 4
+        assert str(record) in ran.error["message"]
+        assert "remove this file" in ran.error["hint"]
+        record.unlink()
+        assert pull(project).status == 0
+
     def test_a_changed_artifact_is_never_visible(self, project: Project) -> None:
         push(project)
         blob = max((project.root / "remote/v1/blobs").rglob("*"), key=lambda p: p.is_file())
