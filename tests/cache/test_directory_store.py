@@ -283,7 +283,7 @@ class TestNames:
         store.create("runs/a.json", b"1")
         path = store.root / "v1/runs/pipe.json"
         os.mkfifo(path)
-        descriptor = os.open(path, os.O_RDWR)
+        descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK)
         try:
             os.write(descriptor, b"{}")
             document = store.read("runs/pipe.json")
