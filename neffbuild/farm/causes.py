@@ -41,7 +41,7 @@ def cause_of_exception(error: BaseException) -> Cause:
         stored = isinstance(error, StoreError)
         kind = CauseKind.COMPILER_ERROR
         kind = CauseKind.REFUSED if refused else CauseKind.STORE if stored else kind
-        return Cause(kind, error.message, error.hint)
+        return Cause(kind, printable(error.message), error.hint)
     return Cause(CauseKind.COMPILER_ERROR, _described(error))
 
 
@@ -61,7 +61,11 @@ def timed_out(seconds: float) -> Cause:
 
 def over_memory(limit: int) -> Cause:
     """The unit's own memory limit, in bytes, was reached."""
-    return _out_of_memory(f"used more than the {limit / 2**30:.1f} GiB of `farm.memory`")
+    return Cause(
+        CauseKind.OUT_OF_MEMORY,
+        f"used more than the {limit / 2**20:.4g} MiB of `farm.memory`",
+        "raise `farm.memory` (`--memory`)",
+    )
 
 
 def over_host_memory(resident: int, reserved: int, available: int) -> Cause:
@@ -117,9 +121,18 @@ def _is_missing_program(error: BaseException) -> bool:
 
 
 def _described(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+    try:
+        text = printable(str(error))
+    except Exception:
+        text = ""  # its own `__str__` fails
     text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"
+
+
+def printable(text: str) -> str:
+    """One line that any file and any terminal takes: no bytes that are no text, no control sequences."""
+    line = " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in line)
 
 
 def _program(command: Any) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -38,6 +40,10 @@ _ATTEMPTS = 10
 """How often a unit is started whose supervisor comes to nothing before it can say so."""
 _SERVERS = 3
 """How many servers in a row may end before any unit has started."""
+_START_SECONDS = 300.0
+"""How long a server may take to import its modules and fork a supervisor."""
+_SLACK_SECONDS = 20.0
+"""How much longer than it should a supervisor may take to end its unit."""
 _CLOSE_SECONDS = 30.0
 _START_SERVER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
@@ -51,6 +57,14 @@ class _Running:
     attempts: int = 0
     worker: int | None = None
     supervisor: int | None = None
+    deadline: float = math.inf
+
+
+def _time_of(job: Job) -> float:
+    """When a unit that begins now must have ended, whatever happens."""
+    if job.timeout is None:
+        return math.inf
+    return time.monotonic() + job.lock_wait + job.timeout + GRACE_SECONDS + _SLACK_SECONDS
 
 
 class LocalExecutor:
@@ -130,6 +144,7 @@ class LocalExecutor:
             if isinstance(message, Started):
                 running = self._running[connection]
                 running.worker, running.supervisor = message.worker, message.supervisor
+                running.deadline = _time_of(running.job)
                 self._servers = 0
             elif isinstance(message, Sampled):
                 unit = self._running[connection].job.unit
@@ -137,23 +152,45 @@ class LocalExecutor:
             elif message is not None:
                 connection.close()
                 ended.append((self._running.pop(connection).job, message))
+        self._kill_who_does_not_answer()
         return ended
 
     def cancel(self) -> None:
         """Ask every running unit to end now; how each ends comes from `finished`."""
-        for connection in self._running:
-            with contextlib.suppress(OSError):
-                connection.send(End(CANCELLED, GRACE_SECONDS))
+        for connection, running in self._running.items():
+            self._ask_to_end(connection, running, End(CANCELLED, GRACE_SECONDS))
 
     def end(self, key: str, cause: Cause) -> None:
         """End the running unit of this key at once; that it ended so comes from `finished`."""
         for connection, running in self._running.items():
             if running.job.unit.key == key:
-                with contextlib.suppress(OSError):
-                    connection.send(End(cause, 0.0))
+                self._ask_to_end(connection, running, End(cause, 0.0))
+
+    def _ask_to_end(self, connection: Connection, running: _Running, end: End) -> None:
+        running.deadline = min(running.deadline, time.monotonic() + end.grace + _SLACK_SECONDS)
+        running.attempts = _ATTEMPTS
+        with contextlib.suppress(OSError):
+            connection.send(end)
+
+    def _kill_who_does_not_answer(self) -> None:
+        """A supervisor keeps its unit's limits; one that is stopped, or the server it should have come
+        from, keeps none. Killed, it is a lost one."""
+        for running in self._running.values():
+            if time.monotonic() > running.deadline:
+                running.deadline = math.inf
+                if running.supervisor is not None:
+                    stuck = [running.supervisor]
+                else:
+                    # Stopped before it could say who it is, or never forked: nobody here knows.
+                    server = self._server.pid if self._server else 0
+                    stuck = [server, *processes.descendants(server)] if server else []
+                for process in stuck:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGKILL)
 
     def _start(self, running: _Running) -> None:
         running.attempts += 1
+        running.deadline = time.monotonic() + _START_SECONDS
         ours, theirs = socket.socketpair()
         connection = Connection(ours.detach())
         self._running[connection] = running

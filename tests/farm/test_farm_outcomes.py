@@ -118,7 +118,7 @@ def test_a_memory_limit_counts_the_whole_tree(folder: Path) -> None:
     result = farmtools.run(folder, 2, memory=200 << 20)
     assert result.units[0].cause is not None
     assert result.units[0].cause.kind is CauseKind.OUT_OF_MEMORY
-    assert "0.2 GiB" in result.units[0].cause.text
+    assert "200 MiB" in result.units[0].cause.text
     peak = result.units[0].peak_memory_bytes
     assert peak is not None
     assert 200 << 20 < peak < 1 << 30
@@ -234,3 +234,30 @@ def test_units_finish_in_the_caller_as_they_finish(folder: Path) -> None:
     assert sorted(finished) == sorted(unit.bucket_name for unit in result.units)
     # Longest expected first: the largest batch before the smallest.
     assert finished.index("decode_b6_ctx128") < finished.index("decode_b1_ctx128")
+
+
+def test_what_no_file_and_no_terminal_takes_costs_its_unit_alone(folder: Path) -> None:
+    farmtools.order(folder, b1="speak_no_utf8", b2="dig_deep")
+    result = farmtools.run(folder, 3)
+    assert [unit.outcome for unit in result.units] == ["failed", "failed", "built"]
+    said, deep = (unit.cause for unit in result.units[:2])
+    assert said is not None
+    assert said.text == "ValueError: caf\\udce9.cc\\x1b[2J: bad"
+    assert deep is not None
+    assert deep.text == "ValueError: deep enough"
+    assert farmtools.run(folder, 3).counts["failed"] == 2  # and the host is good for the next run
+
+
+def test_a_stopped_supervisor_does_not_void_a_timeout(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("neffbuild.farm.local._SLACK_SECONDS", 1.0)
+    # It may be stopped before it could say who it is.
+    monkeypatch.setattr("neffbuild.farm.local._START_SECONDS", 20.0)
+    farmtools.order(folder, b1="stop_its_supervisor")
+    result = farmtools.run(folder, 2, timeout=0.5, retries=0)
+    assert [unit.outcome for unit in result.units] == ["failed", "built"]
+    cause = result.units[0].cause
+    assert cause is not None
+    assert cause.kind is CauseKind.LOST_WORKER
+    assert not farmtools.left_processes()

@@ -139,6 +139,20 @@ class HostileToolchain:
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def _speak_no_utf8(self, scratch: Path) -> None:
+        raise ValueError(b"caf\xe9.cc\x1b[2J: bad".decode(errors="surrogateescape"))
+
+    def _dig_deep(self, scratch: Path) -> None:
+        os.chdir(scratch)
+        for _ in range(1100):
+            os.mkdir("d")  # noqa: PTH102
+            os.chdir("d")
+        raise ValueError("deep enough")
+
+    def _stop_its_supervisor(self, scratch: Path) -> None:
+        os.kill(os.getppid(), signal.SIGSTOP)
+        time.sleep(300)
+
     def _miss_a_compiler(self, scratch: Path) -> None:
         subprocess.run(["no-such-compiler"], check=True)
 
