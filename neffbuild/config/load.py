@@ -22,6 +22,7 @@ from neffbuild.config.build import (
 from neffbuild.config.documents import read_document
 from neffbuild.config.findings import Findings, nearest
 from neffbuild.config.normalise import normalise_serve
+from neffbuild.config.serve import ServeConfig
 from neffbuild.config.vllm_command import parse_vllm_command
 from neffbuild.config.vllm_file import SOURCE, without_unheard
 
@@ -73,6 +74,7 @@ def _build(
         farm = _section("farm", FarmConfig, sections, findings)
         options = vllm_options.option_names(sections["serve"], "serve.")
     serving = normalise_serve(options, base=base, toolchain=toolchain.name, findings=findings)
+    toolchain = _of_engine(toolchain, serving.serve, findings)
     return BuildConfig(
         source=findings.source,
         serve=serving.serve,
@@ -83,6 +85,19 @@ def _build(
         farm=farm,
         notes=tuple(findings.notes),
     )
+
+
+def _of_engine(
+    toolchain: ToolchainConfig, serve: ServeConfig, findings: Findings
+) -> ToolchainConfig:
+    """A vLLM that is told to compile with our backend is the engine to plan for."""
+    backend = serve.compilation_config.get("backend")
+    if toolchain.name != "inductor" or toolchain.engine is not None or backend != "neffbuild":
+        return toolchain
+    findings.note(
+        "serve.compilation_config.backend is neffbuild, so toolchain.engine is taken to be vllm"
+    )
+    return toolchain.model_copy(update={"engine": "vllm"})
 
 
 def _sections(document: dict[str, Any], findings: Findings) -> dict[str, dict[str, Any]]:

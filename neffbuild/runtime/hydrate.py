@@ -7,9 +7,11 @@ JSON on stdout.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -35,6 +37,7 @@ from neffbuild.runtime.engine_files import lay_out_engine_files, vllm_cache_root
 from neffbuild.runtime.hydration import Hydration, HydrationSettings
 from neffbuild.toolchain.hosts import toolchain_fit
 
+_PR_SET_PDEATHSIG = 1
 _SERVED_BY_VLLM = 1000
 """Above every rank that a toolchain gives: an engine is served what was built for it."""
 
@@ -126,9 +129,17 @@ def _fit(platform: Mapping[str, Any]) -> Fit:
     return fit
 
 
+def _end_with(engine: int) -> None:
+    """Nobody waits for an answer any more when the engine is gone."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != engine:
+        os._exit(1)
+
+
 def main() -> int:
     """Print `{"hydration": …, "missing": […]}` or `{"error": {"kind", "message", "hint", "exit_status"}}`;
     0 either way."""
+    _end_with(os.getppid())
     logging.basicConfig(format="neffbuild: %(levelname)s: %(message)s", stream=sys.stderr)
     answer: dict[str, Any]
     try:

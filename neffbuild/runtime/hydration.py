@@ -46,15 +46,13 @@ class HydrationSettings:
         reference = Reference.parse(environment.get("NEFFBUILD_MANIFEST", ""))
         if reference is None:
             return None
-        ready_file = environment.get("NEFFBUILD_READY_FILE")
-        keys = environment.get("NEFFBUILD_KEYS", "")
         return cls(
             reference=reference,
             strict=_switch("NEFFBUILD_STRICT", environment),
             wait=_wait("NEFFBUILD_HYDRATE_WAIT", environment),
-            keys=tuple(part for part in keys.split(os.pathsep) if part),
+            keys=_keys("NEFFBUILD_KEYS", environment),
             min_sequence=_whole("NEFFBUILD_MIN_SEQUENCE", environment),
-            ready_file=Path(ready_file) if ready_file else None,
+            ready_file=_ready_file("NEFFBUILD_READY_FILE", environment),
         )
 
 
@@ -112,6 +110,25 @@ def _switch(name: str, environment: Mapping[str, str]) -> bool:
     if text not in _SWITCH:
         raise _error(name, text, "1, 0")
     return _SWITCH[text]
+
+
+def _keys(name: str, environment: Mapping[str, str]) -> tuple[str, ...]:
+    text = environment.get(name)
+    keys = tuple(part for part in (text or "").split(os.pathsep) if part)
+    if text is not None and not keys:
+        # An unset variable in its place must not mean that anybody is believed.
+        raise _error(name, text, "files of public keys; leave it out where nothing is signed")
+    return keys
+
+
+def _ready_file(name: str, environment: Mapping[str, str]) -> Path | None:
+    text = environment.get(name)
+    if not text:
+        return None
+    path = Path(text)
+    if not path.parent.is_dir() or (path.exists() and not path.is_file()):
+        raise _error(name, text, "a file, there or not, in a folder that is there")
+    return path
 
 
 def _wait(name: str, environment: Mapping[str, str]) -> float:

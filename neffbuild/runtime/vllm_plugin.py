@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from neffbuild.runtime.hydration import Hydration, HydrationSettings
 
 _NEED_NO_ENGINE = frozenset({"chat", "complete", "collect-env", "download-kernels", "preload"})
+_CLIENTS = (("bench", "serve"), ("launch", "render"))
 _ENDED_BY_US = 30.0
 """Seconds in which a process that was ended is gone."""
 
@@ -27,24 +28,47 @@ def register() -> None:
     """Hydrate, once per engine and host. Ends the process with a message, and the status that
     `neffbuild` would have, where a setting is wrong, and in strict mode where anything is missing."""
     named = os.environ.get("NEFFBUILD_MANIFEST", "")
-    if not ("://" in named or "#" in named or "@" in named) or not _starts_an_engine(sys.argv):
+    # A digest, or a manifest's file, is for the backend alone.
+    of_store = "://" in named or "#" in named or "@" in named
+    if not named or not (of_store or not named.strip() or Path(named).is_dir()):
+        return
+    if not _starts_an_engine(sys.argv):
         return
     from neffbuild.config.errors import NeffbuildError
     from neffbuild.runtime import hydration
 
+    done = hydration.inherited(os.environ)
+    if done is None:
+        # First of all: whatever fails from here on, nobody must take an earlier start's word for this one.
+        _withdraw_ready_file(os.environ.get("NEFFBUILD_READY_FILE"))
     try:
         settings = hydration.HydrationSettings.from_environment(os.environ)
     except NeffbuildError as error:
         _refuse(error.message, error.hint, error.exit_status)
     if settings is None:
-        return
-    done = hydration.inherited(os.environ)
+        _refuse(
+            f"NEFFBUILD_MANIFEST is {named!r}, which names no release of a store",
+            "write s3://bucket/prefix#name:tag, /path#name:tag, or either with @digest; "
+            "or a manifest's digest, for the backend alone",
+            2,
+        )
     if done is None:
         done = _hydrate(settings)
         hydration.pass_on(done, os.environ)
     from neffbuild.runtime.hydration_metrics import expose
 
     expose(done)
+
+
+def _withdraw_ready_file(named: str | None) -> None:
+    from neffbuild.cache import ready
+    from neffbuild.config.errors import NeffbuildError
+
+    if named and Path(named).is_file():
+        try:
+            ready.withdraw(Path(named))
+        except NeffbuildError as error:
+            _refuse(error.message, error.hint, 2)
 
 
 def _starts_an_engine(arguments: Sequence[str]) -> bool:
@@ -54,6 +78,8 @@ def _starts_an_engine(arguments: Sequence[str]) -> bool:
     if not arguments or PurePath(arguments[0]).name != "vllm":
         return True
     command = arguments[1] if len(arguments) > 1 else "--help"
+    if tuple(arguments[1:3]) in _CLIENTS:
+        return False
     return not command.startswith("-") and command not in _NEED_NO_ENGINE
 
 

@@ -439,3 +439,10 @@ def test_no_two_texts_are_merged(text: str) -> None:
 def test_lookalikes_stay_texts(text: str) -> None:
     assert scalar(text) == text
     assert isinstance(scalar(text), str)
+
+
+def test_our_backend_inside_vllm_is_another_engine(workspace: Workspace) -> None:
+    ours = workspace.load({"compilation_config": {"mode": 2, "backend": "neffbuild"}})
+    assert ours.toolchain.engine == "vllm"
+    assert any("toolchain.engine is taken to be vllm" in note for note in ours.notes)
+    assert workspace.load({"compilation_config": {"backend": "inductor"}}).toolchain.engine is None

@@ -218,6 +218,9 @@ def test_the_ready_file_speaks_of_this_start(fleet: Fleet) -> None:
     down = f"s3://fleet/p?endpoint={unreachable()}&retry_seconds=0&region=eu-west-1#llama:prod"
     fleet.start(down, READY_FILE=str(ready))
     assert not ready.exists()
+    ready.write_text("of an earlier start")
+    assert fleet.start(fleet.reference, READY_FILE=str(ready), STRICT="yes").status == 2
+    assert not ready.exists()
     started = fleet.start(fleet.reference, READY_FILE=str(ready))
     document = json.loads(ready.read_text())
     assert document["schema"] == "neffbuild.pull/1"
@@ -237,6 +240,14 @@ def test_the_ready_file_speaks_of_this_start(fleet: Fleet) -> None:
         ("remote#llama:prod", {"HYDRATE_WAIT": "nan"}, "NEFFBUILD_HYDRATE_WAIT is 'nan'"),
         ("remote#llama:prod", {"MIN_SEQUENCE": "-1"}, "NEFFBUILD_MIN_SEQUENCE is '-1'"),
         ("remote#llama:prod", {"KEYS": "absent.pub"}, "absent.pub"),
+        # A variable in their place that is not set.
+        ("remote#llama:prod", {"KEYS": ""}, "NEFFBUILD_KEYS is ''"),
+        ("remote#llama:prod", {"KEYS": ":"}, "NEFFBUILD_KEYS is ':'"),
+        ("#llama:prod", {}, "names no release of a store"),
+        ("remote", {}, "names no release of a store"),
+        (" ", {}, "names no release of a store"),
+        ("remote#llama:prod", {"READY_FILE": "no/such/ready"}, "NEFFBUILD_READY_FILE is"),
+        ("remote#llama:prod", {"READY_FILE": "remote"}, "NEFFBUILD_READY_FILE is 'remote'"),
     ],
 )
 def test_a_wrong_setting_is_refused_strict_or_not(
@@ -270,6 +281,7 @@ def test_where_no_store_is_named_nothing_is_imported(fleet: Fleet, reference: st
         ("vllm", "serve", "--help=all"),
         ("/usr/bin/vllm", "chat"),
         ("api_server.py", "-h"),
+        ("vllm", "bench", "serve", "--model", "m"),
     ],
 )
 def test_a_command_line_that_starts_no_engine_hydrates_nothing(

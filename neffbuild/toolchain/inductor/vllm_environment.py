@@ -6,6 +6,7 @@ changes the key rather than being forgotten.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 INERT = frozenset(
@@ -39,6 +40,10 @@ INERT = frozenset(
         "VLLM_DEBUG_LOG_API_SERVER_RESPONSE",
         "VLLM_NO_USAGE_STATS",
         "VLLM_DO_NOT_TRACK",
+        # which plugins are loaded (what they change shows in the graph), how requests travel
+        "VLLM_PLUGINS",
+        "VLLM_RPC_TIMEOUT",
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN",
         # how processes are started, watched and stopped
         "VLLM_WORKER_MULTIPROC_METHOD",
         "VLLM_ENABLE_V1_MULTIPROCESSING",
@@ -58,6 +63,10 @@ INERT = frozenset(
         "VLLM_DISABLE_COMPILE_CACHE",
     }
 )
+# Kubernetes tells every pod where its services are, one that is called vllm too.
+_OF_A_SERVICE = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_\w+)?$|_PORT$")
+_SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|API_KEY|CREDENTIAL")
+"""A recipe is pushed for everybody to read."""
 
 
 def keyed_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -65,5 +74,8 @@ def keyed_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environment.items())
-        if name.startswith("VLLM_") and name not in INERT
+        if name.startswith("VLLM_")
+        and name not in INERT
+        and not _OF_A_SERVICE.search(name)
+        and not _SECRET.search(name)
     }
