@@ -70,12 +70,15 @@ class Lease:
             # It may be there all the same: what failed can be the last step.
             self._remove()
             raise
-        self._renewing.start()
+        # Without a thread (the host is out of them) it lasts as long as it was written for.
+        with contextlib.suppress(RuntimeError):
+            self._renewing.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._renewing.join()
+        if self._renewing.ident is not None:
+            self._renewing.join()
         self._remove()
 
     def _remove(self) -> None:

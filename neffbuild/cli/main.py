@@ -94,6 +94,7 @@ def main() -> NoReturn:
             # A terminal or log that cannot show an arrow shows its escape; JSON strings mean the same.
             stream.reconfigure(errors="backslashreplace")
     try:
+        _require_working_directory()
         # Not `cli.main`: it takes any broken pipe, a compiler's or a store's, for that of the output.
         with cli.make_context("neffbuild", arguments) as context:
             status = cli.invoke(context)
@@ -118,6 +119,16 @@ def main() -> NoReturn:
             output.discard()
             status = _fail(output.Unwritten.because(error), json_wanted)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _require_working_directory() -> None:
+    try:
+        Path.cwd()
+    except OSError:
+        raise ConfigError(
+            "the working directory does not exist any more",
+            hint="change to one that does; relative paths are relative to it",
+        ) from None
 
 
 def _is_of_printing(error: Exception) -> TypeGuard[OSError]:

@@ -41,6 +41,11 @@ def write(text: str) -> None:
         raise Unwritten.because(error) from error
 
 
+def is_watched() -> bool:
+    """Whether a person looks at stderr as it is written: no animation otherwise, nor where `CI` is set."""
+    return sys.stderr is not None and sys.stderr.isatty() and not os.environ.get("CI")
+
+
 def discard() -> None:
     """Drop what is left for stdout, which takes no more."""
     _discard(sys.stdout)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from neffbuild.cli import output
+from neffbuild.farm.causes import shown
 from neffbuild.farm.outcomes import (
     Event,
     FarmStarted,
@@ -28,7 +27,7 @@ def farm_progress() -> Iterator[Callable[[Event], None]]:
     """What to call with each event. No ANSI and no animation when stderr is not a terminal or `CI`
     is set."""
     lines = Lines()
-    if sys.stderr.isatty() and not os.environ.get("CI"):
+    if output.is_watched():
         from neffbuild.cli.live import live_view
 
         with live_view(lines) as on_event:
@@ -86,7 +85,7 @@ def _finished(event: UnitFinished) -> str:
         text += f": {result.cause.text}"
     # Where a log is read, the machine it was written on is often gone, and the unit's own log with it.
     tail = [line for line in _without_frames(result.log_tail.splitlines()) if line.strip()]
-    return "\n".join([text, *(f"    | {line}" for line in tail[-_TAIL_LINES:])])
+    return "\n".join([text, *(f"    | {shown(line)}" for line in tail[-_TAIL_LINES:])])
 
 
 def _without_frames(lines: Iterable[str]) -> Iterator[str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from neffbuild.cli import output
 
 if TYPE_CHECKING:
     from neffbuild.cache.copying import Progress
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @contextmanager
 def progress_line(what: str) -> Iterator[Progress | None]:
     """A progress bar with bytes, rate and time left; None when stderr is not a terminal."""
-    if not sys.stderr.isatty() or os.environ.get("CI"):
+    if not output.is_watched():
         yield None
         return
     from rich.console import Console

@@ -131,8 +131,13 @@ def _described(error: BaseException) -> str:
 
 def printable(text: str) -> str:
     """One line that any file and any terminal takes: no bytes that are no text, no control sequences."""
-    line = " ".join(text.split()).encode("utf-8", "backslashreplace").decode()
-    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in line)
+    return shown(" ".join(text.split()))
+
+
+def shown(line: str) -> str:
+    """A line with its spaces, and escapes for what would move a terminal's cursor."""
+    whole = line.expandtabs().encode("utf-8", "backslashreplace").decode()
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in whole)
 
 
 def _program(command: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import socket
@@ -22,6 +23,7 @@ from neffbuild.config.errors import StoreError
 from neffbuild.farm.processes import end_users_of
 
 _LOCK_SUFFIX = ".lock"
+_log = logging.getLogger(__name__)
 
 
 def farms_directory() -> Path:
@@ -31,6 +33,9 @@ def farms_directory() -> Path:
     Raises `StoreError` when somebody else owns the folder or may write in it.
     """
     base = Path(tempfile.gettempdir(), f"neffbuild-farms-{os.getuid()}")
+    asked = os.environ.get("TMPDIR")
+    if asked and Path(asked).absolute() != base.parent.absolute():
+        _log.warning("TMPDIR is %s, where no file can be written: scratch goes to %s", asked, base)
     hint = "set TMPDIR to a folder of your own with room for compiler temporaries"
     try:
         with contextlib.suppress(FileExistsError):

@@ -89,13 +89,21 @@ def run(job: Job, toolchain: Toolchain, channel: Connection, log: int, superviso
     process that forked this one."""
     try:
         processes.die_with_parent(supervisor)
-        _enter(job, log)
-        channel.send(_build(job, toolchain, channel))
+        channel.send(_entered(job, log) or _build(job, toolchain, channel))
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
         # Not through the interpreter's end: a thread the toolchain left behind would hold it up.
         os._exit(0)
+
+
+def _entered(job: Job, log: int) -> Report | None:
+    """`_enter`; the report of a unit that has no place to be (a scratch disk without room for a folder)."""
+    try:
+        _enter(job, log)
+    except OSError as error:
+        return Report(Outcome.FAILED, cause_of_exception(error))
+    return None
 
 
 def _enter(job: Job, log: int) -> None:

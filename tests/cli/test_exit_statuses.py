@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -236,3 +239,30 @@ def test_nothing_is_left_running(project: Project) -> None:
     assert process.returncode == 130
     left = subprocess.run(["pgrep", "-f", str(project.root)], capture_output=True, text=True)
     assert left.stdout == ""
+
+
+def test_nobody_listening_on_stderr_costs_nothing(project: Project) -> None:
+    config = project.write()
+    words = [sys.executable, "-P", "-m", "neffbuild.cli.main", "compile", config, "--json"]
+    line = f"{shlex.join(words)} 2>&-"
+    ran = subprocess.run(
+        ["sh", "-c", line],
+        cwd=project.root,
+        env=project.environment,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout
+    assert json.loads(ran.stdout)["counts"]["built"] == 6
+
+
+def test_a_working_directory_that_is_gone_is_named(project: Project) -> None:
+    gone = project.root / "gone"
+    gone.mkdir()
+    config = str(project.root / project.write())
+    line = f"rmdir {gone} && {shlex.join([sys.executable, '-P', '-m', 'neffbuild.cli.main'])} plan {config}"
+    ran = subprocess.run(
+        ["sh", "-c", line], cwd=gone, env=project.environment, capture_output=True, text=True
+    )
+    assert ran.returncode == 2
+    assert "the working directory does not exist any more" in ran.stderr
