@@ -63,6 +63,6 @@ def test_a_large_deployment_is_checked_at_once() -> None:
     )
     started = time.process_time()
     coverage = check_coverage(subject, required(subject))
-    assert time.process_time() - started < 0.5
+    assert time.process_time() - started < 2
     assert coverage.uncovered == ()
     assert coverage.states_checked > 256 * 131000 * 3 - 256 * 5000
