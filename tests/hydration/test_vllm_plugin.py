@@ -269,7 +269,7 @@ def test_where_no_store_is_named_nothing_is_imported(fleet: Fleet, reference: st
     heads = {"neffbuild", "neffbuild.runtime", "neffbuild.runtime.vllm_plugin"}
     if reference != "/cache/manifest.json":
         assert ours == heads
-    assert started.answer["seconds"] < 0.05
+    assert started.answer["seconds"] < 0.5
     assert not fleet.cache.exists()
 
 
