@@ -33,7 +33,7 @@ test-vllm: $(VENV)-vllm/.installed
 
 test-ray: $(VENV)-ray/.installed
 	if $(ALONE) true; then \
-		$(ALONE) sh -c 'ip link set lo up && exec $(RAY_BIN)/python -m pytest tests/cluster'; \
+		$(ALONE) sh -c 'ip link set lo up && exec $(RAY_BIN)/python -m pytest tests/cluster tests/machines/test_cluster_file.py'; \
 	else $(RAY_BIN)/python -m pytest tests/cluster; fi  # they say why they are skipped
 
 bench-vllm: $(VENV)-vllm/.installed

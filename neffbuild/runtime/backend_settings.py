@@ -26,7 +26,7 @@ from neffbuild.cache.directory import DirectoryStore
 from neffbuild.cache.manifest import Manifest
 from neffbuild.cache.records import read_pointers
 from neffbuild.cache.reference import Reference
-from neffbuild.config.build import CacheConfig, ToolchainConfig, cache_directory
+from neffbuild.config.build import CacheConfig, ToolchainConfig, cache_directory, local_directory
 from neffbuild.config.errors import ConfigError, IntegrityError
 from neffbuild.runtime.hydration import inherited
 
@@ -117,7 +117,7 @@ def _path(options: Mapping[str, Any], name: str) -> Path | None:
             field=f"options.{name}",
             value=value,
         )
-    return Path(value)
+    return local_directory(str(value), Path.cwd(), f"options.{name}")
 
 
 def _named_manifest(store: DirectoryStore, reference: str) -> Manifest:

@@ -404,3 +404,8 @@ def test_where_vllm_keeps_its_cache(variables: dict[str, str], root: str) -> Non
     from neffbuild.runtime.engine_files import vllm_cache_root
 
     assert str(vllm_cache_root(variables)) == root
+
+
+def test_a_url_is_no_cache_of_the_backend() -> None:
+    with pytest.raises(ConfigError, match=r"options\.cache is 's3://bucket/prefix', a URL"):
+        backend_settings({"cache": "s3://bucket/prefix"}, {})
