@@ -5,6 +5,10 @@ value's description: of a tensor shape, strides, dtype and device; of a symbolic
 symbols renamed in order of appearance; of anything opaque its value, unless it is an input that nothing
 uses. Not in it: names of inputs and nodes, comments, stack traces, paths, example values' contents, how
 large a symbolic size happened to be.
+
+What a graph calls is in it by name alone, which says what is computed where the name is torch's own, whose
+version is in every key, or where the program calls the op as a whole when it runs. Any other function's
+body would be traced into the program behind a name that stays the same when the body changes: refused.
 """
 
 from __future__ import annotations
@@ -24,6 +28,10 @@ from neffbuild.cache.canonical import digest_bytes, digest_document
 from neffbuild.config.errors import ToolchainRefusal
 
 SCHEMA = "neffbuild.graph/1"
+
+_VERSIONED = frozenset({"torch", "builtins", "_operator", "operator", "math", "_functools"})
+"""Packages whose functions are what the versions in the key say: torch's and Python's own."""
+_BUILT_IN = frozenset({"aten", "prim", "prims"})
 
 
 def graph_digest(module: fx.GraphModule) -> str:
@@ -162,12 +170,53 @@ def _plain(value: Any) -> Any:
 
 
 def _callable_name(target: Any) -> str:
-    """Where a function is found, without addresses."""
-    if isinstance(target, OpOverload | OpOverloadPacket | HigherOrderOperator):
+    """Where a function is found, without addresses.
+
+    Raises `ToolchainRefusal` for one whose body is traced into the program and is not torch's.
+    """
+    if isinstance(target, OpOverload | OpOverloadPacket):
+        _refuse_decomposed(target)
+        return str(target)
+    if isinstance(target, HigherOrderOperator):
         return str(target)
     if (name := getattr(target, "__qualname__", None)) is None:
         raise ToolchainRefusal(f"the graph calls {target!r}, which has no name")
+    module = _home(target)
+    # A class is a kind of value, not a body.
+    if module.partition(".")[0] not in _VERSIONED and not isinstance(target, type):
+        raise ToolchainRefusal(
+            f"the graph calls {module}.{name}, whose code would become part of the program and is not in "
+            "its key: a later version of the function would be served the old program",
+            value=f"{module}.{name}",
+            hint="let torch.compile trace it (no allow_in_graph), or make it an op with "
+            "torch.library.custom_op, which the program calls when it runs",
+        )
+    return f"{module}.{name}"
+
+
+def _refuse_decomposed(op: OpOverload | OpOverloadPacket) -> None:
+    """An op of somebody else's that torch takes apart: what is compiled is what it is made of."""
+    packet = op.overloadpacket if isinstance(op, OpOverload) else op
+    namespace, _, name = str(packet).partition(".")
+    if namespace in _BUILT_IN:
+        return
+    overloads = [op] if isinstance(op, OpOverload) else [getattr(op, o) for o in op.overloads()]
+    for overload in overloads:
+        registered = overload.name()
+        if torch._C._dispatch_has_kernel_for_dispatch_key(
+            registered, "CompositeImplicitAutograd"
+        ):
+            raise ToolchainRefusal(
+                f"the graph calls the custom op {namespace}::{name}, which torch takes apart: its body "
+                "would become part of the program and is not in its key",
+                value=registered,
+                hint="implement the op for CompositeExplicitAutograd or for a device, with a fake "
+                "implementation for tracing, so that the program calls it when it runs",
+            )
+
+
+def _home(target: Any) -> str:
     module = getattr(target, "__module__", None) or getattr(
         getattr(target, "__objclass__", None), "__module__", "builtins"
     )
-    return f"{module}.{name}"
+    return str(module)

@@ -181,6 +181,37 @@ def digests_of_two_units() -> list[str]:
     return [capture_unit(*work).graph_digest for work in ((tiny_build(), decode(2)), spec)]
 
 
+@pytest.fixture
+def ops():
+    library = torch.library.Library("neffbuild_test", "DEF")
+    library.define("scaled(Tensor x) -> Tensor")
+    yield library
+    library._destroy()
+
+
+def test_an_op_whose_body_would_be_in_the_program_is_refused(ops):
+    """Only its name is in the digest: another body under that name would be served the old program."""
+    ops.impl("scaled", lambda x: x * 2, "CompositeImplicitAutograd")
+    for call in (torch.ops.neffbuild_test.scaled, torch.ops.neffbuild_test.scaled.default):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="neffbuild_test::scaled, which torch takes apart"):
+            digest_of(lambda x, call=call: call(x), torch.ones(4))
+
+
+def test_an_op_that_the_program_calls_is_known_by_its_name(ops):
+    ops.impl("scaled", lambda x: x * 2, "CompositeExplicitAutograd")
+    assert digest_of(lambda x: torch.ops.neffbuild_test.scaled(x), torch.ones(4))
+
+
+def test_a_function_that_dynamo_was_told_not_to_trace_is_refused():
+    def halved(x):
+        return x / 2
+
+    opaque_to_dynamo = torch._dynamo.allow_in_graph(halved)
+    with pytest.raises(Exception, match="halved, whose code would become part of the program"):
+        digest_of(lambda x: opaque_to_dynamo(x), torch.ones(4))
+
+
 def test_another_process_folder_home_and_hash_seed_give_the_same(tmp_path):
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import test_graph_digest as here; "
