@@ -203,9 +203,7 @@ def _refuse_decomposed(op: OpOverload | OpOverloadPacket) -> None:
     overloads = [op] if isinstance(op, OpOverload) else [getattr(op, o) for o in op.overloads()]
     for overload in overloads:
         registered = overload.name()
-        if torch._C._dispatch_has_kernel_for_dispatch_key(
-            registered, "CompositeImplicitAutograd"
-        ):
+        if torch._C._dispatch_has_kernel_for_dispatch_key(registered, "CompositeImplicitAutograd"):
             raise ToolchainRefusal(
                 f"the graph calls the custom op {namespace}::{name}, which torch takes apart: its body "
                 "would become part of the program and is not in its key",
