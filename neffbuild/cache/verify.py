@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TypeVar
 
-from neffbuild.cache.attestation import attestation_problem, read_attestation
+from neffbuild.cache.attestation import attestation_name, attestation_problem
 from neffbuild.cache.canonical import digest_bytes
 from neffbuild.cache.catalog import (
     entry_key,
@@ -160,7 +160,9 @@ class _Check:
         if manifest is None:
             return
         self.manifest(manifest)
-        data = read_attestation(self._store, digest, self._trust)
+        # Also where nobody's signature is asked for: what is damaged is damaged.
+        document = self._store.read(attestation_name(digest))
+        data = None if document is None else document.data
         problem = attestation_problem(digest, manifest, data, self._trust)
         if problem is not None:
             self._problems[problem] = None

@@ -29,13 +29,15 @@ def command(config_file: Path | None, urls: tuple[str, ...], as_json: bool) -> i
     """What is installed, which toolchains can run here and why not.
 
     With a CONFIG, or --remote, also with which settings its remote stores are reached and whether they
-    answer.
+    answer; the exit status is 3 where one does not.
     """
+    from neffbuild.config.errors import StoreError
     from neffbuild.toolchain.registry import toolchain_names
 
     host = _host_findings()
     remotes = [_remote(url, mode) for url, mode in _urls(config_file, urls)]
     toolchains = {name: _toolchain_findings(name) for name in toolchain_names()}
+    status = 0 if all(remote["ok"] for remote in remotes) else StoreError.exit_status
     if as_json:
         output.print_json(
             {
@@ -54,14 +56,14 @@ def command(config_file: Path | None, urls: tuple[str, ...], as_json: bool) -> i
                 "remotes": remotes,
             }
         )
-        return 0
+        return status
     output.write("\n".join([f"neffbuild {__version__}", *_lines(host)]))
     for name, findings in toolchains.items():
         state = "ready" if _ready(findings) else "not ready"
         output.write("\n".join([f"\ntoolchain {name}: {state}", *_lines(findings)]))
     for remote in remotes:
         output.write(_remote_text(remote))
-    return 0
+    return status
 
 
 def _urls(config_file: Path | None, urls: tuple[str, ...]) -> list[tuple[str, str]]:

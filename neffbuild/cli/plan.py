@@ -133,7 +133,8 @@ def plan_text(plan: Plan, cache: str, shown: int) -> str:
             "num_seqs, query_len and context_len are symbolic: one program serves every step",
         ]
     families = ", ".join(f"{count} {family}" for family, count in counts["by_family"].items())
-    summary = f"{counts['units']} units ({families}): {counts['cached']} cached, {counts['missing']} missing"
+    noun = "unit" if counts["units"] == 1 else "units"
+    summary = f"{counts['units']} {noun} ({families}): {counts['cached']} cached, {counts['missing']} missing"
     if counts["unresolved"]:
         summary += f", {counts['unresolved']} unresolved"
     lines += ["", summary]

@@ -181,6 +181,10 @@ def _compile(settings: BackendSettings, captured: Captured) -> Entry:
         )
     recipe = _graph_recipe(captured.graph_digest, identity)
     key = recipe_key(recipe)
+    # Said aloud: nobody who serves from a store expects to wait for this.
+    _log.warning(
+        "no program for graph %s in %s: compiling one", captured.graph_digest, settings.store.url
+    )
     with TemporaryDirectory(prefix="neffbuild-") as scratch:
 
         def build() -> tuple[Entry, Mapping[str, Path]]:
@@ -205,6 +209,7 @@ def _compile(settings: BackendSettings, captured: Captured) -> Entry:
             return entry, artifact.files
 
         entry, _ = build_once(settings.store, key, build, wait=_LOCK_WAIT_SECONDS)
+    _log.warning("graph %s has a program now, entry %s", captured.graph_digest, entry.key)
     return entry
 
 

@@ -140,7 +140,9 @@ def test_doctor_tells_how_remotes_are_reached(builder: Project) -> None:
     (builder.root / "file").write_text("in the way")
     remotes = [{"url": "remote", "mode": "ro"}, {"url": "file"}]
     builder.write("remotes.yaml", sections={"cache": {"remotes": remotes}})
-    found = builder.run("doctor", "remotes.yaml", "--json").document["remotes"]
+    ran = builder.run("doctor", "remotes.yaml", "--json")
+    assert ran.status == 3
+    found = ran.document["remotes"]
     assert [one["ok"] for one in found] == [True, False]
     assert found[0]["mode"] == "ro"
     assert found[0]["settings"]["path"] == str(builder.root / "remote")
@@ -151,6 +153,7 @@ def test_doctor_tells_how_remotes_are_reached(builder: Project) -> None:
         f"remote {Path(builder.root, 'remote')} (ro): ok"
         in builder.run("doctor", "remotes.yaml").out
     )
+    assert builder.run("doctor", "--remote", "remote").status == 0
     bucket = "s3://bucket/prefix?endpoint=http://127.0.0.1:9&retry_seconds=0&region=eu-west-1"
     environment = {"AWS_ACCESS_KEY_ID": "ci", "AWS_SECRET_ACCESS_KEY": "ci-secret"}
     [one] = builder.run("doctor", "--remote", bucket, "--json", env=environment).document["remotes"]

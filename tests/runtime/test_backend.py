@@ -210,7 +210,7 @@ def test_a_manifest_for_another_torch_is_refused_in_strict_mode(served, tmp_path
     assert "its manifest is for torch '1.0', this process runs" in error.message
 
 
-def test_a_miss_is_compiled_and_stored_and_then_a_hit(tmp_path, monkeypatch):
+def test_a_miss_is_compiled_and_stored_and_then_a_hit(tmp_path, monkeypatch, caplog):
     (tmp_path / "tmp").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -229,6 +229,7 @@ def test_a_miss_is_compiled_and_stored_and_then_a_hit(tmp_path, monkeypatch):
     assert torch.equal(first, (given[1] + 1) * 2)
     assert torch.equal(cache[given[0]], given[1] + 1)
     assert counted() == (0, 1, 1)
+    assert [message for message in caplog.messages if message.endswith(": compiling one")]
     [document] = (tmp_path / "cache/v1/entries").rglob("*.json")
     found = read_entry(DirectoryStore(tmp_path / "cache"), document.stem)
     assert isinstance(found, Hit)

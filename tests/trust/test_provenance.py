@@ -20,6 +20,7 @@ from neffbuild.cache.attestation import (
 from neffbuild.cache.envelope import Envelope
 from neffbuild.cache.problem import ProblemKind
 from neffbuild.cache.tag import Trust
+from neffbuild.cache.verify import verify_store
 from neffbuild.config.errors import IntegrityError
 
 
@@ -91,6 +92,18 @@ def test_keys_that_are_not_required_still_refuse_the_wrong_one(
     place.push(place.manifest(), None, stranger)
     with pytest.raises(IntegrityError, match=stranger.key.keyid):
         place.pull(unsigned.manifest, lenient)
+
+
+@pytest.mark.parametrize("damaged", [b"", b"{", b'{"payload": "e30="}'])
+def test_damaged_provenance_is_found_by_who_has_no_key(
+    place: Place, release: Signing, damaged: bytes
+) -> None:
+    pushed = place.push(place.manifest(), None, release)
+    assert verify_store(place.remote, Trust()).ok
+    place.path(attestation_name(pushed.manifest)).write_bytes(damaged)
+    [problem] = verify_store(place.remote, Trust()).problems
+    assert (problem.kind, problem.key) == (ProblemKind.BAD_ENTRY, pushed.manifest)
+    assert "its provenance" in problem.detail
 
 
 def test_keys_sign_side_by_side(place: Place, release: Signing, stranger: Signing) -> None:

