@@ -200,7 +200,8 @@ def _refuse_decomposed(op: OpOverload | OpOverloadPacket) -> None:
     namespace, _, name = str(packet).partition(".")
     if namespace in _BUILT_IN:
         return
-    overloads = [op] if isinstance(op, OpOverload) else [getattr(op, o) for o in op.overloads()]
+    names = packet.overloads()  # type: ignore[no-untyped-call]
+    overloads = [op] if isinstance(op, OpOverload) else [getattr(packet, one) for one in names]
     for overload in overloads:
         registered = overload.name()
         if torch._C._dispatch_has_kernel_for_dispatch_key(registered, "CompositeImplicitAutograd"):
