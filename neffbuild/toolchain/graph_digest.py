@@ -200,7 +200,7 @@ def _refuse_decomposed(op: OpOverload | OpOverloadPacket) -> None:
     namespace, _, name = str(packet).partition(".")
     if namespace in _BUILT_IN:
         return
-    names = packet.overloads()  # type: ignore[no-untyped-call]
+    names = packet.overloads()
     overloads = [op] if isinstance(op, OpOverload) else [getattr(packet, one) for one in names]
     for overload in overloads:
         registered = overload.name()
