@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import socket
 import sys
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import engines
@@ -76,6 +78,35 @@ def test_a_host_with_nothing_on_it_is_hydrated_from_s3(
     assert (host.vllm_cache / MODEL_INFOS).read_bytes() == there
 
 
+def test_two_engines_that_start_at_once_hydrate_once(
+    cold: Served, release: Release, bucket: str, model: Path, place: Path
+) -> None:
+    """Of one node: they share the local cache, and nothing else."""
+    hosts = [
+        told(place / "node" / name, f"{bucket}#{release.tag}", strict=True)
+        for name in ("first", "second")
+    ]
+    for host in hosts:
+        host.variables["NEFFBUILD_CACHE"] = str(place / "node" / "cache")
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(lambda host: started(host, model, cold.answers), hosts))
+    copied = [re.search(r"\((.*)[0-9]+ blobs and ([0-9]+) bytes copied", log) for log in said]
+    assert all(copied), said
+    # Whoever came second waited for the other's work, or found it done.
+    assert sorted(int(found[2]) > 0 for found in copied if found) == [False, True]
+    for host in hosts:
+        counted = host.counted()
+        assert [counted[name] for name in ("hits", "misses", "compiles")] == [1, 0, 0]
+        assert (host.folder / "ready").exists()
+
+
+def started(host: engines.Host, model: Path, answers: list[list[list[int]]]) -> str:
+    """What an engine said that answered as it should."""
+    with engines.serving(host, model) as engine:
+        assert engine.answers() == answers
+        return engine.log.read_text()
+
+
 def test_strict_mode_refuses_before_vllm_starts(
     release: Release, model: Path, tmp_path: Path
 ) -> None:
@@ -88,6 +119,23 @@ def test_strict_mode_refuses_before_vllm_starts(
     assert f"neffbuild: error: refusing to start: blob {blob.name} in {store} is damaged" in log
     assert "Traceback" not in log
     assert "EngineCore" not in log
+    assert not (host.folder / "ready").exists()
+
+
+def test_from_a_damaged_store_an_engine_compiles(
+    cold: Served, release: Release, model: Path, place: Path
+) -> None:
+    """As a lenient one does: nothing of what is damaged is loaded."""
+    store = Path(shutil.copytree(release.url, place / "damaged-store"))
+    blob = max((store / "v1/blobs").rglob("*"), key=lambda path: path.stat().st_size)
+    content = bytearray(blob.read_bytes())
+    content[len(content) // 2] ^= 1
+    blob.chmod(0o644)
+    blob.write_bytes(content)
+    host = told(place / "from-damaged", f"{store}#{release.tag}", strict=False)
+    said = started(host, model, cold.answers)
+    assert f"blob {blob.name} in {store} is damaged" in said
+    assert host.counted()["compiles"] == 1
     assert not (host.folder / "ready").exists()
 
 
