@@ -147,6 +147,7 @@ def _unit_document(plan: Plan, unit: PlannedUnit) -> dict[str, Any]:
     from neffbuild.grid.shapes import DecodeShape
 
     shape = unit.shape.document()
+    decode = unit.shape if isinstance(unit.shape, DecodeShape) else None
     return {
         "bucket_name": unit.bucket_name,
         "family": shape["family"],
@@ -154,11 +155,8 @@ def _unit_document(plan: Plan, unit: PlannedUnit) -> dict[str, Any]:
         "query_len": shape.get("query_len"),
         "context_len": shape.get("context_len"),
         "symbolic": shape["kind"] == "symbolic",
-        "block_table_width": (
-            plan.bucketer.block_table_width(unit.shape)
-            if isinstance(unit.shape, DecodeShape)
-            else None
-        ),
+        "block_table_width": decode and plan.bucketer.block_table_width(decode),
+        "window_table_width": decode and plan.bucketer.window_table_width(decode),
         "status": unit.status.value,
         "need": unit.need.value,
         "key": unit.key,

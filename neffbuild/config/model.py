@@ -20,6 +20,9 @@ DROPPED: Mapping[str, str] = {
 reason. Everything else stays, `quantization_config` and `auto_map` (which names the code that defines
 the graph) included: a key too many costs a compile, one too few a stale hit."""
 
+SLIDING_ATTENTION = "sliding_attention"
+"""A layer with a sliding window, as `layer_types` names it."""
+
 # In the order vLLM tries them; the smallest counts.
 _LENGTH_KEYS = (
     "max_position_embeddings",
@@ -122,6 +125,32 @@ class ModelConfig:
         )
 
     @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """For each layer the window of its attention in positions, None for one without.
+
+        `layer_types` says which layers have one. Without it all have; with Qwen 2's
+        `max_window_layers` those from that number on. Raises `ConfigError` for windows without a size
+        and for a list that is not one of the layers.
+        """
+        window, layers = self.sliding_window, self._required("num_hidden_layers")
+        types = self.text.get("layer_types")
+        if types is None:
+            first = self.text.get("max_window_layers") or 0
+            if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+                raise self._malformed("max_window_layers", "an integer from 0")
+            return tuple(window if layer >= first else None for layer in range(layers))
+        if not isinstance(types, list) or len(types) != layers:
+            raise self._malformed("layer_types", f"a list of {layers} names, one for each layer")
+        if window is None and SLIDING_ATTENTION in types:
+            raise ConfigError(
+                f"config.json of model {self.name}: layer_types names {SLIDING_ATTENTION}, and it states no "
+                "sliding_window in use; allowed: a positive integer",
+                field="sliding_window",
+                hint="state sliding_window (and no use_sliding_window: false)",
+            )
+        return tuple(window if kind == SLIDING_ATTENTION else None for kind in types)
+
+    @property
     def max_position_embeddings(self) -> int | None:
         """The longest context the model can serve, in positions, or None where it states none: the
         smallest of the lengths it states, times the factor of a rotary scaling that is not in it."""
@@ -166,12 +195,16 @@ class ModelConfig:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise ConfigError(
-                f"config.json of model {self.name}: {key} is {value!r}; allowed: a positive integer",
-                field=key,
-                value=value,
-            )
+            raise self._malformed(key, "a positive integer")
         return value
+
+    def _malformed(self, key: str, allowed: str) -> ConfigError:
+        value = self.text.get(key)
+        return ConfigError(
+            f"config.json of model {self.name}: {key} is {value!r}; allowed: {allowed}",
+            field=key,
+            value=value,
+        )
 
 
 def model_config(name: str, document: Mapping[str, Any]) -> ModelConfig:

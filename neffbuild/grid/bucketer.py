@@ -16,7 +16,16 @@ from typing import Self
 from neffbuild.config.buckets import P_MAX, powers_of_two
 from neffbuild.config.build import BuildConfig
 from neffbuild.config.errors import AboveLadder, ConfigError
+from neffbuild.config.neuron_engine import PrefillBuckets
+from neffbuild.grid.phases import Phase
 from neffbuild.grid.shapes import DecodeShape, Family
+from neffbuild.grid.windows import (
+    WITHOUT_WINDOWS,
+    KVLayers,
+    WindowColumns,
+    extra_positions,
+    span_columns,
+)
 
 
 class QueryLenSupport(StrEnum):
@@ -113,7 +122,9 @@ class Bucketer:
 
     `num_speculative_tokens` (K) is 0 without speculation; `draft_limit` is how many positions the
     draft can hold (`max_model_len` without speculation); `dp_size` counts the ranks whose steps may be
-    sized by one another. All other fields are vLLM's options of the same name.
+    sized by one another; `phases` are those the worker has programs for; `target_layers` and `draft_layers` say which layers have a sliding window, and
+    `window_columns` how wide their block tables are. All other fields are vLLM's options of the same
+    name.
     """
 
     decode: Mapping[Family, DecodeLadders]
@@ -126,6 +137,10 @@ class Bucketer:
     dcp_size: int = 1
     dp_size: int = 1
     context_bucketed: bool = True
+    phases: tuple[Phase, ...] = (Phase.DECODE,)
+    target_layers: KVLayers = WITHOUT_WINDOWS
+    draft_layers: KVLayers = WITHOUT_WINDOWS
+    window_columns: WindowColumns = span_columns
 
     @classmethod
     def from_config(
@@ -134,11 +149,16 @@ class Bucketer:
         *,
         query_len_support: QueryLenSupport,
         floors: Mapping[Family, int] | None = None,
+        prefill: PrefillBuckets | None = None,
+        phases: tuple[Phase, ...] = (Phase.DECODE,),
+        window_columns: WindowColumns = span_columns,
     ) -> Self:
         """The bucketer of a loaded config.
 
-        `floors` gives, per decode family, the live sequences from which its path is taken. Raises
-        `ConfigError` for lists and floors that make no ladder.
+        `floors` gives, per decode family, the live sequences from which its path is taken; `prefill` the
+        buckets that the engine settled on, where it has rules of its own. Raises
+        `ConfigError` for lists and floors that make no ladder, and for layers whose windows are not
+        stated as they should be.
         """
         serve = config.serve
         neuron = serve.neuron_config
@@ -165,7 +185,7 @@ class Bucketer:
                 )
                 for family in families
             },
-            prefill=_prefill_ladders(config),
+            prefill=_prefill_ladders(config, prefill),
             query_len_support=query_len_support,
             num_speculative_tokens=spec_tokens,
             max_model_len=max_model_len,
@@ -174,6 +194,10 @@ class Bucketer:
             dcp_size=serve.decode_context_parallel_size,
             dp_size=serve.data_parallel_size,
             context_bucketed=neuron.decode_context_length_buckets is not None,
+            phases=phases,
+            target_layers=KVLayers.of(config.model),
+            draft_layers=KVLayers.of(config.draft_model),
+            window_columns=window_columns,
         )
 
     @property
@@ -200,6 +224,20 @@ class Bucketer:
         spreads them over `dcp_size` ranks."""
         return -(-shape.context_len // (self.block_size * self.dcp_size))
 
+    def kv_layers(self, shape: DecodeShape) -> KVLayers:
+        """The layers of the model whose program a shape is."""
+        return self.draft_layers if shape.family is Family.DRAFT else self.target_layers
+
+    def window_table_width(self, shape: DecodeShape) -> int | None:
+        """The same of the layers with a sliding window; None where there are none. Context parallelism
+        does not narrow it: positions of one window lie on all ranks."""
+        window = self.kv_layers(shape).window
+        if window is None:
+            return None
+        extra = extra_positions(shape, self.num_speculative_tokens)
+        columns = self.window_columns(window, extra, self.block_size)
+        return min(columns, self.block_table_width(shape))
+
 
 def _verify_ladder(
     spec_tokens: int, buckets: tuple[int, ...] | None, support: QueryLenSupport
@@ -220,17 +258,18 @@ def _verify_ladder(
     return Ladder("verify_query_len_buckets", "1 + num_speculative_tokens", rungs)
 
 
-def _prefill_ladders(config: BuildConfig) -> dict[Family, PrefillLadders]:
+def _prefill_ladders(
+    config: BuildConfig, settled: PrefillBuckets | None
+) -> dict[Family, PrefillLadders]:
     serve = config.serve
     neuron = serve.neuron_config
     most = min(serve.max_num_batched_tokens or serve.max_model_len, serve.max_model_len)
-    ladders = PrefillLadders(
-        Ladder(
-            "num_batched_tokens_buckets",
-            "max_num_batched_tokens",
-            neuron.num_batched_tokens_buckets or powers_of_two(most, first=P_MAX),
-        ),
+    tokens, segments = settled or PrefillBuckets(
+        neuron.num_batched_tokens_buckets or powers_of_two(most, first=P_MAX),
         neuron.kv_segment_size_buckets or (0,),
+    )
+    ladders = PrefillLadders(
+        Ladder("num_batched_tokens_buckets", "max_num_batched_tokens", tokens), segments
     )
     families = [Family.PREFILL]
     if serve.speculative_config is not None:

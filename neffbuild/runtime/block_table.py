@@ -1,4 +1,7 @@
-"""Block tables cut down to what a program's context bucket covers.
+"""Block tables cut down to what a program's context bucket covers, and of it to what its layers see.
+
+Layers that see the whole context read the first columns; those with a sliding window the last ones, which
+differ between rows, so that every cut table says at which position each of its rows begins.
 
 A table handed to a program has exactly the program's width and canonical strides: it is copied, never
 sliced. A slice of a one-row table keeps its parent's stride, counts as contiguous all the same, and
@@ -9,12 +12,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from neffbuild.config.errors import ConfigError
 
 NULL_BLOCK = 0
+"""Holds no position of any row: what pad rows read and write, what an engine puts in the place of blocks
+that are not there yet, or are out of every window."""
 
 
 class TrimmedBlockTable(NamedTuple):
@@ -41,14 +48,48 @@ def head_trim(full: Tensor, trimmed: TrimmedBlockTable) -> None:
     is too narrow or has too many rows.
     """
     table, offset = trimmed
+    _check_fits(full, trimmed, table.shape[1])
     rows, columns = full.shape[0], table.shape[1]
-    if full.shape[1] < columns or rows > table.shape[0]:
+    table[:rows].copy_(full[:, :columns])
+    table[rows:].fill_(NULL_BLOCK)
+    offset.zero_()
+
+
+def tail_trim(
+    full: Tensor,
+    trimmed: TrimmedBlockTable,
+    starts: NDArray[np.int64],
+    *,
+    window: int,
+    block_size: int,
+    full_columns: int,
+) -> None:
+    """Fill `trimmed` with the columns of the live rows' tables that a sliding window leaves to be seen.
+
+    `starts` `[rows]` are the positions of each row's first query, `full_columns` the columns of the
+    program's whole context. Of those, none beyond is read: a row's cut table begins with the block of the
+    first position that its first query sees, or earlier. `full` as in `head_trim`, at least
+    `full_columns` wide; blocks before the window may be null blocks. Rows beyond it become null blocks at
+    offset 0. Raises as `head_trim` does.
+    """
+    table, offset = trimmed
+    _check_fits(full, trimmed, full_columns)
+    rows, columns = full.shape[0], table.shape[1]
+    seen_from = np.maximum(starts - window + 1, 0)
+    first = np.minimum(seen_from // block_size, full_columns - columns)
+    taken = torch.from_numpy(first[:, None] + np.arange(columns))
+    table[:rows].copy_(full.gather(1, taken))
+    table[rows:].fill_(NULL_BLOCK)
+    offset[:rows].copy_(torch.from_numpy(first * block_size))
+    offset[rows:].zero_()
+
+
+def _check_fits(full: Tensor, trimmed: TrimmedBlockTable, columns: int) -> None:
+    if full.shape[1] < columns or full.shape[0] > trimmed.block_table.shape[0]:
         raise ConfigError(
-            f"a block table of shape {list(full.shape)} cannot be trimmed to {list(table.shape)}",
+            f"a block table of shape {list(full.shape)} cannot be trimmed to "
+            f"{[trimmed.block_table.shape[0], columns]}",
             field="block_table",
             value=list(full.shape),
             hint="hand over the live rows' tables at full width: ceil(max_model_len / block_size)",
         )
-    table[:rows].copy_(full[:, :columns])
-    table[rows:].fill_(NULL_BLOCK)
-    offset.zero_()

@@ -16,8 +16,10 @@ from typing import Any, Protocol
 from neffbuild.cache.index import Fit
 from neffbuild.cache.recipe import ToolchainIdentity
 from neffbuild.config.build import BuildConfig
+from neffbuild.config.neuron_engine import PrefillRules
 from neffbuild.grid.bucketer import QueryLenSupport
 from neffbuild.grid.shapes import Shape
+from neffbuild.grid.windows import WindowColumns, span_columns
 
 
 class KVGroup(StrEnum):
@@ -38,7 +40,9 @@ class Capabilities:
     """What a toolchain's programs can do; the planner decides from this, never from the name.
 
     `kv_groups` are the kinds of KV state it builds programs for; of `rolled_back` it can undo what a
-    token did that came to nothing (a rejected draft, a placeholder).
+    token did that came to nothing (a rejected draft, a placeholder). `window_columns` says how wide the
+    block tables of sliding-window layers are. `prefill` is how its engine settles its prefill buckets,
+    None where it has no prefill programs.
     """
 
     query_len_support: QueryLenSupport
@@ -46,6 +50,8 @@ class Capabilities:
     rolled_back: frozenset[KVGroup] = KEPT_BY_POSITION
     speculation_under_dcp: bool = False
     needs_device: bool = False
+    window_columns: WindowColumns = span_columns
+    prefill: PrefillRules | None = None
 
 
 @dataclass(frozen=True, slots=True)

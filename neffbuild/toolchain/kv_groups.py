@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from neffbuild.config.model import ModelConfig
+from neffbuild.config.model import SLIDING_ATTENTION, ModelConfig
 from neffbuild.toolchain.base import KVGroup
 
 _LAYER_LISTS = ("layer_types", "layers_block_type", "block_types")
 _LAYER_KINDS: Mapping[str, KVGroup] = {
     "attention": KVGroup.FULL,
     "full_attention": KVGroup.FULL,
-    "sliding_attention": KVGroup.SLIDING_WINDOW,
+    SLIDING_ATTENTION: KVGroup.SLIDING_WINDOW,
     "chunked_attention": KVGroup.SLIDING_WINDOW,
     "conv": KVGroup.RECURRENT,
     "hybrid": KVGroup.RECURRENT,
@@ -67,7 +67,8 @@ def _groups(model: ModelConfig) -> Iterator[KVGroup]:
     elif attention:
         yield from attention
     elif text.get("num_attention_heads") is not None:
-        yield KVGroup.SLIDING_WINDOW if model.sliding_window else KVGroup.FULL
+        windows = model.layer_windows if model.sliding_window else (None,)
+        yield from (KVGroup.SLIDING_WINDOW if window else KVGroup.FULL for window in windows)
 
 
 def _list(text: Mapping[str, Any], key: str) -> list[Any]:

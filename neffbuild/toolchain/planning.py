@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from neffbuild.cache.catalog import read_manifest, stored_keys
 from neffbuild.cache.plan import Plan, StoredKeys, make_plan
 from neffbuild.cache.recipe import ToolchainIdentity, config_digest
@@ -9,8 +11,10 @@ from neffbuild.cache.records import read_pointer
 from neffbuild.cache.store import Store
 from neffbuild.config.build import BuildConfig
 from neffbuild.config.errors import ConfigError, ToolchainRefusal
+from neffbuild.config.findings import Findings
 from neffbuild.grid.bucketer import Bucketer
 from neffbuild.grid.expand import Grid, WarmUp, expand, symbolic_grid
+from neffbuild.grid.phases import Phase, served_phases
 from neffbuild.grid.shapes import Shape
 from neffbuild.toolchain.base import Toolchain
 from neffbuild.toolchain.kv_groups import kv_groups
@@ -30,8 +34,18 @@ def plan_config(config: BuildConfig, toolchain: Toolchain, store: Store) -> Plan
 def plan_with(config: BuildConfig, toolchain: Toolchain, stored: StoredKeys) -> Plan:
     """As `plan_config`, with `stored` to say what is there."""
     _refuse_lasting_drafts(config, toolchain)
+    capabilities = toolchain.capabilities
+    findings = Findings(config.source)
+    with findings.stage():
+        prefill = capabilities.prefill(config.serve, findings) if capabilities.prefill else None
+        phases = served_phases(config, prefill_programs=prefill is not None)
+    config = replace(config, notes=(*config.notes, *findings.notes))
     bucketer = Bucketer.from_config(
-        config, query_len_support=toolchain.capabilities.query_len_support
+        config,
+        query_len_support=capabilities.query_len_support,
+        window_columns=capabilities.window_columns,
+        prefill=prefill,
+        phases=phases,
     )
     identity = toolchain.identity(config)
     return make_plan(config, identity, bucketer, _grid(identity, bucketer), stored)
@@ -47,6 +61,15 @@ def require_buckets(config: BuildConfig, toolchain: Toolchain) -> None:
             field="toolchain.engine",
             value=identity.engine,
             hint="send the engine requests instead, or leave toolchain.engine out",
+        )
+    if Phase.DECODE not in served_phases(
+        config, prefill_programs=toolchain.capabilities.prefill is not None
+    ):
+        raise ConfigError(
+            "there are no decode steps to replay: the worker only prefills",
+            field="serve.kv_transfer_config.kv_role",
+            value=(config.serve.kv_transfer_config or {}).get("kv_role"),
+            hint="replay the config of the workers that decode",
         )
 
 

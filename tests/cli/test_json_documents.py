@@ -109,6 +109,7 @@ def test_a_plan_says_everything_of_every_shape(documents: dict[str, Any]) -> Non
         "query_len": 6,
         "context_len": 4096,
         "block_table_width": 128,
+        "window_table_width": None,
         "status": "missing",
         "need": "required",
         "symbolic": False,
