@@ -1,0 +1,1 @@
+"""neuronx-cc as a toolchain: NEFFs for Trainium and Inferentia."""
