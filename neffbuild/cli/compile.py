@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -184,7 +185,9 @@ def _compile(
         def on_event(event: Event) -> None:
             show(event)
             if isinstance(event, UnitFinished) and event.result.outcome in stored:
-                copy(event.unit.key)
+                # Where no thread can be started (a limit of processes), what follows the run does it.
+                with contextlib.suppress(RuntimeError):
+                    copy(event.unit.key)
 
         return compile_units(
             units,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ def cause_of_exception(error: BaseException) -> Cause:
                 _described(link),
                 "make room, or set TMPDIR to a larger disk",
             )
+        if _is_refused_start(link):
+            return _at_limit("processes", "u", resource.RLIMIT_NPROC)
         if isinstance(link, subprocess.CalledProcessError):
             return _cause_of_status(link.returncode, _program(link.cmd))
         if isinstance(link, SystemExit) and link.code:
@@ -48,6 +51,17 @@ def cause_of_exception(error: BaseException) -> Cause:
 def cause_of_exit(wait_status: int) -> Cause:
     """Why a worker that ended without a report failed, from its `waitpid` status."""
     return _cause_of_status(os.waitstatus_to_exitcode(wait_status), "the worker")
+
+
+def cause_of_no_start(error: OSError) -> Cause:
+    """Why the processes that a unit needs could not be started: a limit of this host, as a rule."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return _at_limit("open files", "n", resource.RLIMIT_NOFILE)
+    if error.errno == errno.EAGAIN:
+        return _at_limit("processes", "u", resource.RLIMIT_NPROC)
+    if error.errno == errno.ENOMEM:
+        return _out_of_memory("no process could be started: there is no memory for it")
+    return cause_of_exception(error)
 
 
 def timed_out(seconds: float) -> Cause:
@@ -86,6 +100,23 @@ def _cause_of_status(code: int, what: str) -> Cause:
     if code == 0:
         return Cause(CauseKind.COMPILER_ERROR, f"{what} ended without leaving an artifact")
     return Cause(CauseKind.COMPILER_ERROR, f"{what} ended with exit code {code}")
+
+
+def _at_limit(what: str, letter: str, limit: int) -> Cause:
+    most = resource.getrlimit(limit)[0]
+    said = "unlimited" if most == resource.RLIM_INFINITY else str(most)
+    return Cause(
+        CauseKind.LOST_WORKER,
+        f"no process could be started: the limit of {what} is reached (`ulimit -{letter}` is {said})",
+        f"raise `ulimit -{letter}` (in a container, its own limit too), or use fewer workers (`--workers`)",
+    )
+
+
+def _is_refused_start(error: BaseException) -> bool:
+    # Of what else would block, Python names the file.
+    if isinstance(error, BlockingIOError):
+        return error.errno == errno.EAGAIN and error.filename is None
+    return isinstance(error, RuntimeError) and str(error) == "can't start new thread"
 
 
 def _out_of_memory(text: str) -> Cause:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
-import select
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +14,13 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Self
 
-from neffbuild.config.errors import ToolchainRefusal
+from neffbuild.config.errors import ToolchainRefusal, UnitsIncomplete
 from neffbuild.farm import processes
-from neffbuild.farm.logfile import log_tail
+from neffbuild.farm.causes import cause_of_no_start
 from neffbuild.farm.outcomes import (
     CANCELLED,
     Cause,
+    CauseKind,
     Outcome,
     UnitDeferred,
     UnitMemory,
@@ -32,8 +29,8 @@ from neffbuild.farm.outcomes import (
     lost_worker,
 )
 from neffbuild.farm.scratch import remove_tree
-from neffbuild.farm.server import LEAVE
-from neffbuild.farm.supervisor import GRACE_SECONDS, End, Sampled, Started
+from neffbuild.farm.server_process import ServerProcess
+from neffbuild.farm.supervisor import GRACE_SECONDS, End, NotStarted, Sampled, Started
 from neffbuild.farm.worker import Busy, Job
 
 _ATTEMPTS = 10
@@ -44,11 +41,10 @@ _START_SECONDS = 300.0
 """How long a server may take to import its modules and fork a supervisor."""
 _SLACK_SECONDS = 20.0
 """How much longer than it should a supervisor may take to end its unit."""
-_CLOSE_SECONDS = 30.0
-_START_SERVER = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from neffbuild.farm.server import main; main(int(sys.argv[1]), *sys.argv[3:])"
-)
+_FULL_SECONDS = 60.0
+"""How long after the host let nothing more be started it is not asked for more than runs."""
+_DESCRIPTORS = 24
+"""Files that this process opens for a moment while units run: a unit is not started at their cost."""
 
 
 @dataclass(slots=True)
@@ -58,6 +54,10 @@ class _Running:
     worker: int | None = None
     supervisor: int | None = None
     deadline: float = math.inf
+
+
+def _not_started(job: Job, cause: Cause) -> UnitResult:
+    return UnitResult.of(job.unit, Outcome.FAILED, cause=cause)
 
 
 def _time_of(job: Job) -> float:
@@ -83,14 +83,14 @@ class LocalExecutor:
         modules: Sequence[str] = (),
     ) -> None:
         self._toolchain = toolchain
-        self._modules = modules
-        self._folder = folder
-        self._environment = {**environment, "TMPDIR": str(folder)}
+        self._server = ServerProcess(toolchain, environment, folder, modules)
         self._running: dict[Connection, _Running] = {}
         self._seen: list[UnitStarted | UnitMemory | UnitDeferred] = []
-        self._server: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-        self._servers = 0
+        self._not_started: list[tuple[Job, UnitResult]] = []
+        self._lowered = 0.0
+        self.most = math.inf
+        """How many units this host has let run at once, where it lets no more be started."""
+        self.why_no_more = ""
 
     def __enter__(self) -> Self:
         return self
@@ -98,15 +98,18 @@ class LocalExecutor:
     def __exit__(self, *exception: object) -> None:
         for connection in self._running:
             connection.close()  # for its supervisor this is the end of the farm
-        self._stop_server()
+        self._server.stop()
 
     @property
     def running(self) -> int:
         """Units started and not yet finished."""
-        return len(self._running)
+        return len(self._running) + len(self._not_started)
 
     def start(self, job: Job) -> None:
-        """Start a unit; how it ends comes from `finished`."""
+        """Start a unit; how it ends comes from `finished`.
+
+        Raises `UnitsIncomplete` when this host lets no server be started though nothing runs.
+        """
         self._start(_Running(job))
         self._seen.append(UnitStarted(job.unit))
 
@@ -132,23 +135,30 @@ class LocalExecutor:
     def finished(self, timeout: float) -> list[tuple[Job, UnitResult | Busy]]:
         """What has ended since the last call; waits up to `timeout` seconds for something to end.
 
-        Raises `ToolchainRefusal` when workers cannot be started at all.
+        Raises `ToolchainRefusal` or `UnitsIncomplete` when workers cannot be started at all.
         """
-        ended: list[tuple[Job, UnitResult | Busy]] = []
-        for connection in wait(list(self._running), timeout):
+        ended: list[tuple[Job, UnitResult | Busy]] = [*self._not_started]
+        self._not_started = []
+        for connection in wait(list(self._running), 0 if ended else timeout):
             assert isinstance(connection, Connection)
             try:
                 message = connection.recv()
             except (EOFError, OSError):
                 message = self._lost(connection)
+            else:
+                self._learn_from(message)
             if isinstance(message, Started):
                 running = self._running[connection]
                 running.worker, running.supervisor = message.worker, message.supervisor
                 running.deadline = _time_of(running.job)
-                self._servers = 0
+                self._server.started = 0
             elif isinstance(message, Sampled):
                 unit = self._running[connection].job.unit
                 self._seen.append(UnitMemory(unit, message.resident))
+            elif isinstance(message, NotStarted):
+                connection.close()
+                job = self._running.pop(connection).job
+                ended.append((job, _not_started(job, message.cause)))
             elif message is not None:
                 connection.close()
                 ended.append((self._running.pop(connection).job, message))
@@ -182,7 +192,7 @@ class LocalExecutor:
                     stuck = [running.supervisor]
                 else:
                     # Stopped before it could say who it is, or never forked: nobody here knows.
-                    server = self._server.pid if self._server else 0
+                    server = self._server.pid
                     stuck = [server, *processes.descendants(server)] if server else []
                 for process in stuck:
                     with contextlib.suppress(ProcessLookupError):
@@ -191,15 +201,39 @@ class LocalExecutor:
     def _start(self, running: _Running) -> None:
         running.attempts += 1
         running.deadline = time.monotonic() + _START_SECONDS
+        try:
+            processes.require_descriptors(_DESCRIPTORS)
+            self._server.ensure()
+        except OSError as error:
+            cause = cause_of_no_start(error)
+            if not self._running:
+                raise UnitsIncomplete(
+                    f"no unit can be compiled: {cause.text}", hint=cause.advice
+                ) from error
+            self._lower(len(self._running), cause)
+            self._not_started.append((running.job, _not_started(running.job, cause)))
+            return
         ours, theirs = socket.socketpair()
         connection = Connection(ours.detach())
         self._running[connection] = running
         # If the server dies in the middle of this, its end closes and `_lost` starts over.
         with contextlib.suppress(OSError):
-            socket.send_fds(self._live_server(), [b"+"], [theirs.fileno()])
+            self._server.hand_over(theirs.fileno())
             theirs.close()
             connection.send(running.job)
         theirs.close()
+
+    def _learn_from(self, message: object) -> None:
+        """How much this host lets run, from what a supervisor says."""
+        cause = message.cause if isinstance(message, NotStarted | UnitResult) else None
+        if cause is not None and cause.kind is CauseKind.LOST_WORKER:
+            self._lower(len(self._running) - 1, cause)
+        elif isinstance(message, UnitResult) and time.monotonic() > self._lowered + _FULL_SECONDS:
+            self.most = math.inf
+
+    def _lower(self, running: int, cause: Cause) -> None:
+        self.most = min(self.most, max(1, running))
+        self.why_no_more, self._lowered = cause.text, time.monotonic()
 
     def _lost(self, connection: Connection) -> UnitResult | None:
         """The unit's supervisor is gone, or never came to be (None: it is tried again)."""
@@ -212,9 +246,10 @@ class LocalExecutor:
             remove_tree(running.job.scratch)
             cause = lost_worker("the process that watched over the worker was killed")
             return UnitResult.of(running.job.unit, Outcome.FAILED, cause=cause)
-        if self._server_refused() or (self._servers >= _SERVERS and not self._server_lives()):
-            self._stop_server()
-            reason = log_tail(self._server_log).strip() or "the server they are forked from dies"
+        server = self._server
+        if server.refused or (server.started >= _SERVERS and not server.lives):
+            server.stop()
+            reason = server.last_words or "the server they are forked from dies"
             raise ToolchainRefusal(
                 f"workers for the toolchain {self._toolchain!r} cannot be started: {reason}",
                 field="toolchain.name",
@@ -228,53 +263,3 @@ class LocalExecutor:
         del self._running[connection]
         self._start(running)
         return None
-
-    @property
-    def _server_log(self) -> Path:
-        return self._folder / "server.log"
-
-    def _server_refused(self) -> bool:
-        """Whether the server found that it cannot work, rather than being killed."""
-        if self._server is None or self._control is None:
-            return False
-        # Its end of the socket closes before it can be waited for.
-        ended, _, _ = select.select([self._control], [], [], 0)
-        return bool(ended) and self._server.wait(_CLOSE_SECONDS) > 0
-
-    def _server_lives(self) -> bool:
-        return self._server is not None and self._server.poll() is None
-
-    def _live_server(self) -> socket.socket:
-        if self._control is not None and self._server_lives():
-            return self._control
-        self._stop_server()
-        self._servers += 1
-        self._control, theirs = socket.socketpair()
-        # Workers import what this process would: a relative entry means this process's folder.
-        path = json.dumps([entry or str(Path.cwd()) for entry in sys.path])
-        farms = str(self._folder.parent)
-        arguments = [str(theirs.fileno()), path, self._toolchain, farms, *self._modules]
-        with theirs, self._server_log.open("wb") as log:
-            self._server = subprocess.Popen(
-                [sys.executable, "-P", "-u", "-c", _START_SERVER, *arguments],
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[theirs.fileno()],
-                # Out of the terminal's reach: Ctrl-C is for this process to decide about.
-                start_new_session=True,
-            )
-        return self._control
-
-    def _stop_server(self) -> None:
-        if self._control is not None:
-            with contextlib.suppress(OSError):  # it is dead
-                self._control.send(LEAVE)
-            self._control.close()
-        if self._server is not None:
-            try:
-                self._server.wait(_CLOSE_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._server.kill()
-                self._server.wait()

@@ -81,6 +81,8 @@ class LocalAdmission:
         None where nothing is due, or all workers are at work."""
         if not due or len(self._running) >= self.workers:
             return None
+        if len(self._running) >= self._executor.most:
+            return Held("limit", f"{self._head()}{self._executor.why_no_more}")
         with self._reservations.exclusive() as others:
             if others is None:
                 return Held("farms", "another farm on this host does not let go of their lock")
@@ -157,14 +159,7 @@ class LocalAdmission:
         return self._passes
 
     def _held(self, claim: Claim, free: Resources, budget: Resources, first: Waiting) -> Held:
-        name = first.unit.shape.bucket_name
-        running = len(self._running)
-        asked = (
-            f"{self.asked} workers asked for"
-            if self._is_asked
-            else f"cores for {self.asked} workers"
-        )
-        head = f"{asked}; {running} run: "
+        name, head = first.unit.shape.bucket_name, self._head()
         short = claim.needs.shortage(free)
         if first.alone:
             return Held("alone", f"{head}{name} is tried again alone")
@@ -183,6 +178,14 @@ class LocalAdmission:
             f"{head}{name} needs {_size(claim.needs.scratch)} of scratch space, "
             f"{_size(free.scratch)} are free",
         )
+
+    def _head(self) -> str:
+        asked = (
+            f"{self.asked} workers asked for"
+            if self._is_asked
+            else f"cores for {self.asked} workers"
+        )
+        return f"{asked}; {len(self._running)} run: "
 
     def _warning(self, claim: Claim, free: Resources, first: Waiting) -> str | None:
         short = claim.needs.shortage(free)

@@ -33,6 +33,18 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def require_descriptors(count: int) -> None:
+    """Raise `OSError` unless this process may open so many more files: what is opened later then finds
+    room, as long as nobody else here opens any."""
+    opened: list[int] = []
+    try:
+        for _ in range(count):
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
 def descendants(pid: int) -> list[int]:
     """All living descendants of a process, parents before children."""
     found = _children(pid)

@@ -17,10 +17,10 @@ from typing import Any
 
 from neffbuild import __version__
 from neffbuild.cache.open import open_store
-from neffbuild.config.errors import NeffbuildError
+from neffbuild.config.errors import NeffbuildError, UnitsIncomplete
 from neffbuild.farm.environment import worker_environment
 from neffbuild.farm.local import LocalExecutor
-from neffbuild.farm.outcomes import UnitResult
+from neffbuild.farm.outcomes import Outcome, UnitResult, lost_worker
 from neffbuild.farm.scratch import farm_folder
 from neffbuild.farm.worker import Busy, Job
 from neffbuild.toolchain.base import Unit
@@ -85,6 +85,10 @@ def _run(order: Order, key: str, watcher: Any) -> bytes | str:
             return f"{_here()} is not what the plan was made for: {reason}"
         job = replace(order.job, store=open_store(order.store_url), environment=_environment(order))
         return pickle.dumps(_farm(order.toolchain, job).run(job))
+    except UnitsIncomplete as error:
+        cause = lost_worker(f"{_here()}: {error.message}")
+        result = UnitResult.of(order.job.unit, Outcome.FAILED, cause=cause)
+        return pickle.dumps(Ended(result))
     except NeffbuildError as error:
         return f"{_here()} cannot compile: {error.message}"
 

@@ -8,6 +8,7 @@ worker's orphans to init.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import select
@@ -25,11 +26,13 @@ import psutil
 
 from neffbuild.config.errors import MissingExtra, NeffbuildError, ToolchainRefusal
 from neffbuild.farm import processes
+from neffbuild.farm.causes import cause_of_exception, cause_of_no_start
 from neffbuild.farm.scratch import remove_abandoned
-from neffbuild.farm.supervisor import supervise
+from neffbuild.farm.supervisor import NotStarted, supervise
 from neffbuild.toolchain.base import Toolchain
 from neffbuild.toolchain.registry import load_toolchain
 
+UNIT = b"+"
 LEAVE = b"."
 """The farm's last word."""
 _LOOK_SECONDS = 0.5
@@ -39,7 +42,7 @@ _LAST_SECONDS = 15.0
 def main(descriptor: int, toolchain_name: str, farms: str, *modules: str) -> None:
     """Serve the farm at the other end of the socket `descriptor` until that end closes.
 
-    Each message is one byte with one descriptor: a connection on which a new supervisor is to be found;
+    Each message is `UNIT` with one descriptor: a connection on which a new supervisor is to be found;
     the last, `LEAVE`, has none.
     `farms` is where the folders of this user's farms are, `modules` what workers import beside the
     toolchain's `preload`.
@@ -52,6 +55,9 @@ def main(descriptor: int, toolchain_name: str, farms: str, *modules: str) -> Non
         toolchain = _prepare(toolchain_name, modules)
     except NeffbuildError as error:
         sys.exit(error.message)
+    except Exception as error:
+        # The farm shows it to a person, who is not helped by a traceback.
+        sys.exit(cause_of_exception(error).text)
     # What is there now will never be garbage: workers need not touch, and so copy, its pages.
     gc.collect()
     gc.freeze()
@@ -91,9 +97,10 @@ def _serve(control: socket.socket, toolchain: Toolchain) -> bool:
         ready, _, _ = select.select([control], [], [], _LOOK_SECONDS)
         if ready:
             data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-            if not descriptors:
+            if descriptors:
+                supervisors |= _fork_supervisor(control, Connection(descriptors[0]), toolchain)
+            elif data != UNIT:  # a connection for which there is no descriptor just closes
                 break
-            supervisors.add(_fork_supervisor(control, Connection(descriptors[0]), toolchain))
         _tidy(supervisors)
     give_up = time.monotonic() + _LAST_SECONDS
     while supervisors and time.monotonic() < give_up:
@@ -103,8 +110,14 @@ def _serve(control: socket.socket, toolchain: Toolchain) -> bool:
     return data == LEAVE
 
 
-def _fork_supervisor(control: socket.socket, farm: Connection, toolchain: Toolchain) -> int:
-    pid = os.fork()
+def _fork_supervisor(control: socket.socket, farm: Connection, toolchain: Toolchain) -> set[int]:
+    """The supervisor's process; none where the host lets none be started, which the farm is told."""
+    try:
+        pid = os.fork()
+    except OSError as error:
+        with farm, contextlib.suppress(OSError):
+            farm.send(NotStarted(cause_of_no_start(error)))
+        return set()
     if pid == 0:
         try:
             control.close()
@@ -116,7 +129,7 @@ def _fork_supervisor(control: socket.socket, farm: Connection, toolchain: Toolch
             os._exit(0)
     # The farm must see the connection close when the supervisor dies.
     farm.close()
-    return pid
+    return {pid}
 
 
 def _tidy(supervisors: set[int]) -> None:

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
 from neffbuild.farm import processes, worker
-from neffbuild.farm.causes import cause_of_exit, over_memory, timed_out
+from neffbuild.farm.causes import cause_of_exit, cause_of_no_start, over_memory, timed_out
 from neffbuild.farm.logfile import UnitLog, log_tail
 from neffbuild.farm.outcomes import (
     CANCELLED,
@@ -40,6 +40,8 @@ _SAMPLE_SECONDS = 0.2
 _TOLD_BYTES = 4 << 20
 """Changes of memory that the farm is not told of."""
 _READ_BYTES = 1 << 16
+_DESCRIPTORS = 8
+"""Files that a supervisor opens while its worker runs, and some to spare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,13 @@ class Started:
 
     worker: int
     supervisor: int
+
+
+@dataclass(frozen=True, slots=True)
+class NotStarted:
+    """The unit has no worker: this host let none be started."""
+
+    cause: Cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +77,7 @@ class End:
 
 def supervise(farm: Connection, toolchain: Toolchain) -> None:
     """Take a `Job` from `farm`; send `Started`, `Sampled` as memory is taken, then how it ended: a
-    `UnitResult`, or `Busy`.
+    `UnitResult`, or `Busy`. Where no worker can be started, all that is sent is `NotStarted`.
 
     When the other end of `farm` closes, the farm is dead and the unit ends at once.
     """
@@ -77,15 +86,26 @@ def supervise(farm: Connection, toolchain: Toolchain) -> None:
     except (EOFError, OSError):
         return
     processes.adopt_orphans()
-    watch = _Watch(farm, job, toolchain)
+    try:
+        watch = _Watch(farm, job, toolchain)
+    except OSError as error:
+        _log_path(job).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            farm.send(NotStarted(cause_of_no_start(error)))
+        return
     # Where the farm is dead already, `until_end` is told so too.
     with contextlib.suppress(OSError):
         farm.send(Started(watch.worker, os.getpid()))
     ended = watch.until_end()
     remove_tree(job.scratch)
-    watch.log_path.unlink(missing_ok=True)
+    _log_path(job).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         farm.send(ended)
+
+
+def _log_path(job: Job) -> Path:
+    """Where a unit's output goes until the outcome is known: another farm may be at the same unit."""
+    return job.scratch.parent / f"{job.scratch.name}.log"
 
 
 class _Watch:
@@ -94,12 +114,12 @@ class _Watch:
     def __init__(self, farm: Connection, job: Job, toolchain: Toolchain) -> None:
         self._farm = farm
         self._job = job
-        # Beside the scratch folder until the outcome is known: another farm may be at the same unit.
-        self.log_path = job.scratch.parent / f"{job.scratch.name}.log"
-        self._log = UnitLog(self.log_path)
+        self._log = UnitLog(_log_path(job))
         self._channel, worker_end = Pipe()
         self._output, output_end = os.pipe()
         supervisor = os.getpid()
+        # Once there is a worker, nothing may fail that it takes to watch over it and to end it.
+        processes.require_descriptors(_DESCRIPTORS)
         self.worker = os.fork()
         if self.worker == 0:
             # The farm sees its end close when the supervisor dies: the worker must not hold it.
@@ -234,12 +254,12 @@ class _Watch:
         )
         if result.outcome is Outcome.CANCELLED:
             return result
-        return replace(result, log=self._keep_log(), log_tail=log_tail(self.log_path))
+        return replace(result, log=self._keep_log(), log_tail=log_tail(_log_path(self._job)))
 
     def _keep_log(self) -> Path | None:
         try:
             self._job.log.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(self.log_path, self._job.log)
+            shutil.copyfile(_log_path(self._job), self._job.log)
         except OSError:
             return None
         return self._job.log

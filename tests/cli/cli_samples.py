@@ -198,17 +198,18 @@ def order(folder: Path, seconds: float = 0, **behaviour: str) -> str:
     return str(control)
 
 
-def as_another_user(writable: Path) -> list[str] | None:
+def as_another_user(*writable: Path, uid: int = 65534) -> list[str] | None:
     """What to put before a command to run it as a user who owns nothing but `writable`; None where
     this user may not. It keeps the right to read: the interpreter may be in a home folder."""
     if os.getuid() != 0:
         return None
-    os.chown(writable, 65534, 65534)
+    for path in writable:
+        os.chown(path, uid, uid)
     keep = "-all,+dac_read_search"
     return [
         "setpriv",
-        "--reuid=65534",
-        "--regid=65534",
+        f"--reuid={uid}",
+        f"--regid={uid}",
         "--clear-groups",
         f"--inh-caps={keep}",
         f"--ambient-caps={keep}",

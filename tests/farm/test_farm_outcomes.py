@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import time
 from pathlib import Path
 
@@ -15,7 +16,14 @@ import pytest
 from neffbuild.cache.directory import DirectoryStore
 from neffbuild.cache.records import read_failures, read_runs
 from neffbuild.config.errors import ToolchainRefusal
-from neffbuild.farm.outcomes import CauseKind, Outcome, UnitFinished, UnitStarted
+from neffbuild.farm.outcomes import (
+    CauseKind,
+    FewerWorkers,
+    Outcome,
+    UnitDeferred,
+    UnitFinished,
+    UnitStarted,
+)
 
 EXPECTED = {
     "raise": (CauseKind.COMPILER_ERROR, "ValueError: operand 3 has no layout"),
@@ -246,6 +254,25 @@ def test_what_no_file_and_no_terminal_takes_costs_its_unit_alone(folder: Path) -
     assert deep is not None
     assert deep.text == "ValueError: deep enough"
     assert farmtools.run(folder, 3).counts["failed"] == 2  # and the host is good for the next run
+
+
+def test_a_limit_of_open_files_makes_fewer_workers(folder: Path) -> None:
+    farmtools.order(folder, seconds=0.2)
+    seen: list[object] = []
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = len(list(Path("/proc/self/fd").iterdir())) + 30
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
+    try:
+        result = farmtools.run(folder, 12, workers=12, retries=2, on_event=seen.append)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert result.counts["built"] == 12
+    (fewer,) = (event for event in seen if isinstance(event, FewerWorkers))
+    assert f"the limit of open files is reached (`ulimit -n` is {most})" in fewer.reason
+    assert 1 <= fewer.running < 12
+    deferred = [event for event in seen if isinstance(event, UnitDeferred)]
+    assert deferred
+    assert all(event.pause > 0 for event in deferred)
 
 
 def test_a_stopped_supervisor_does_not_void_a_timeout(

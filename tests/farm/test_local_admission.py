@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 import farmtools
@@ -42,6 +43,8 @@ class Executor:
 
     held: dict[str, int] = field(default_factory=dict)
     ended: list[tuple[str, Cause]] = field(default_factory=list)
+    most: float = inf
+    why_no_more: str = "the host is full"
 
     def resident(self) -> dict[str, int]:
         return self.held
