@@ -124,18 +124,21 @@ def config_digest(config: BuildConfig) -> str:
     Unlike a key it holds the bucket lists (they are what a manifest covers) and no tool versions (a
     serving machine may lack the compiler); the manifest itself states the platform.
     """
+    toolchain: dict[str, Any] = {
+        "name": config.toolchain.name,
+        "route": config.toolchain.route,
+        "target": config.toolchain.target,
+        "engine": config.toolchain.engine,
+        "flags": list(config.toolchain.flags),
+    }
+    if config.toolchain.phases is not None:
+        toolchain["phases"] = config.toolchain.phases
     return digest_document(
         {
             "serve": graph_options(config.serve),
             "model": dict(config.model.architecture),
             "draft_model": dict(config.draft_model.architecture) if config.draft_model else None,
-            "toolchain": {
-                "name": config.toolchain.name,
-                "route": config.toolchain.route,
-                "target": config.toolchain.target,
-                "engine": config.toolchain.engine,
-                "flags": list(config.toolchain.flags),
-            },
+            "toolchain": toolchain,
         }
     )
 

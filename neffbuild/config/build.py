@@ -27,7 +27,11 @@ class _Section(BaseModel):
 
 
 class ToolchainConfig(_Section):
-    """`toolchain:` which compiler, for what, and the exact versions where this machine lacks it."""
+    """`toolchain:` which compiler, for what, and the exact versions where this machine lacks it.
+
+    `phases` says which steps the worker has programs for where its role in KV transfer does not, or
+    other ones than its role says.
+    """
 
     name: _NonEmpty = "inductor"
     target: _NonEmpty | None = None
@@ -35,6 +39,7 @@ class ToolchainConfig(_Section):
     engine: _NonEmpty | None = None
     versions: dict[str, _NonEmpty] = Field(default_factory=dict)
     flags: tuple[_NonEmpty, ...] = ()
+    phases: Literal["decode", "prefill", "both"] | None = None
 
 
 class RemoteConfig(_Section):

@@ -122,9 +122,9 @@ class Bucketer:
 
     `num_speculative_tokens` (K) is 0 without speculation; `draft_limit` is how many positions the
     draft can hold (`max_model_len` without speculation); `dp_size` counts the ranks whose steps may be
-    sized by one another; `phases` are those the worker has programs for; `target_layers` and `draft_layers` say which layers have a sliding window, and
-    `window_columns` how wide their block tables are. All other fields are vLLM's options of the same
-    name.
+    sized by one another; `phases` are those the worker has programs for; `target_layers` and
+    `draft_layers` say which layers have a sliding window, and `window_columns` how wide their block
+    tables are. All other fields are vLLM's options of the same name.
     """
 
     decode: Mapping[Family, DecodeLadders]

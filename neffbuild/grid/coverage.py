@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from neffbuild.grid.bucketer import Bucketer
-from neffbuild.grid.expand import Need, Phase, WarmUp, expand
+from neffbuild.grid.expand import Need, WarmUp, expand
+from neffbuild.grid.kv_blocks import blocks_for_all
+from neffbuild.grid.phases import Phase
 from neffbuild.grid.reach import Reach, overlap, reachable
 from neffbuild.grid.shapes import DecodeShape, Family, Shape, SymbolicShape
 
@@ -74,11 +76,12 @@ def plan_coverage(
 
 
 def check_coverage(bucketer: Bucketer, available: Collection[Shape]) -> Coverage:
-    """Check every decode state that can occur against the `available` shapes."""
+    """Check every decode state that can occur against the `available` shapes. On a worker that only
+    prefills none does."""
     available = frozenset(available)
     states_checked = 0
     uncovered: list[UncoveredStates] = []
-    for family in bucketer.families:
+    for family in bucketer.families if Phase.DECODE in bucketer.phases else ():
         reaches = reachable(bucketer, family)
         states_checked += _count_states(reaches)
         uncovered += _uncovered(bucketer, family, reaches, available)
@@ -139,8 +142,13 @@ def _uncovered(
 
 
 def _prefill_gaps(bucketer: Bucketer, available: frozenset[Shape]) -> list[UncoveredStates]:
-    """One per family that lacks a shape: a prefill step of any size may come at any context."""
+    """One per family that lacks a shape: a prefill step of any size may come at any context.
+
+    A pool that holds every sequence at full length makes preemption impossible; whether the pool is that
+    large the engine decides, so it is stated, never assumed.
+    """
     needed = expand(bucketer, WarmUp.REACHABLE, (Phase.PREFILL,)).with_need(Need.REQUIRED)
+    enough = blocks_for_all(bucketer)
     missing: defaultdict[Family, list[Shape]] = defaultdict(list)
     for shape in needed:
         if shape not in available:
@@ -152,7 +160,8 @@ def _prefill_gaps(bucketer: Bucketer, available: frozenset[Shape]) -> list[Uncov
             (1, bucketer.max_model_len - 1),
             shapes[0],
             f"{', '.join(shape.bucket_name for shape in shapes)} missing: new prompts need prefill, and "
-            "on a decode-only role so does a request that was preempted or whose KV load failed",
+            "on a decode-only role so does a request whose KV load failed or that was preempted (which "
+            f"{enough} KV blocks or more rule out)",
         )
         for family, shapes in missing.items()
     ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from neffbuild.grid.bucketer import Bucketer
+from neffbuild.grid.phases import Phase
 from neffbuild.grid.reach import overlap, reachable
 from neffbuild.grid.shapes import DecodeShape, Family, PrefillShape, Shape, SymbolicShape
 
@@ -27,13 +28,6 @@ class WarmUp(StrEnum):
 
     FULL_PRODUCT = "full_product"
     REACHABLE = "reachable"
-
-
-class Phase(StrEnum):
-    """The two kinds of steps; a worker that only decodes has no use for prefill shapes."""
-
-    DECODE = "decode"
-    PREFILL = "prefill"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +54,14 @@ class Grid:
         return dict(Counter(gridded.reason for gridded in self.shapes if gridded.reason))
 
 
-def expand(
-    bucketer: Bucketer, warm_up: WarmUp, phases: Collection[Phase] = (Phase.DECODE,)
-) -> Grid:
-    """Enumerate the grid: per family, sequences in the outer loop, context in the inner, ascending.
+def expand(bucketer: Bucketer, warm_up: WarmUp, phases: Collection[Phase] | None = None) -> Grid:
+    """Enumerate the grid of some phases, by default those the worker serves: per family, sequences in the
+    outer loop, context in the inner, ascending.
 
     A shape no step reaches is enumerated only where the engine warms the full product, and cannot occur
     otherwise. A path's floor shortens the product itself, so a shape below it cannot occur either way.
     """
+    phases = bucketer.phases if phases is None else phases
     shapes: list[GridShape] = []
     unreached = Need.ENUMERATED_ONLY if warm_up is WarmUp.FULL_PRODUCT else Need.CANNOT_OCCUR
     if Phase.DECODE in phases:

@@ -8,7 +8,8 @@ from grid_samples import UNIFORM, bucketer
 
 from neffbuild.grid.bucketer import Bucketer
 from neffbuild.grid.coverage import check_coverage
-from neffbuild.grid.expand import Need, Phase, WarmUp, expand
+from neffbuild.grid.expand import Need, WarmUp, expand
+from neffbuild.grid.phases import Phase
 from neffbuild.grid.shapes import DecodeShape, Family, Shape
 
 

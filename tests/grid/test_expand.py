@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neffbuild.grid.bucketer import QueryLenSupport
-from neffbuild.grid.expand import Grid, Need, Phase, WarmUp, expand
+from neffbuild.grid.expand import Grid, Need, WarmUp, expand
+from neffbuild.grid.phases import Phase
 from neffbuild.grid.shapes import DecodeShape, Family
 
 
