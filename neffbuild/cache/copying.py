@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from neffbuild.cache.catalog import Hit, entry_name, read_entries, write_over
 from neffbuild.cache.entry import Entry
@@ -12,6 +13,8 @@ from neffbuild.cache.store import Store
 
 WORKERS = 8
 """Blobs copied at once. Copying waits for disks and networks, and hashing releases the interpreter."""
+
+Item = TypeVar("Item")
 
 Progress = Callable[[int, int], None]
 """(bytes copied so far, bytes to copy in all); called from any thread, one call at a time."""
@@ -37,8 +40,14 @@ def copy_blobs(
             if progress is not None:
                 progress(done, total)
 
-    with ThreadPoolExecutor(workers, thread_name_prefix="blob") as pool:
-        running = [pool.submit(counted, digest) for digest in _largest_first(sizes)]
+    in_parallel(counted, _largest_first(sizes), workers)
+
+
+def in_parallel(work: Callable[[Item], object], items: Iterable[Item], workers: int) -> None:
+    """Call `work` for every item, in threads; the first error, or an interrupt, ends it: what has not
+    begun is not begun."""
+    with ThreadPoolExecutor(workers, thread_name_prefix="copy") as pool:
+        running = [pool.submit(work, item) for item in items]
         try:
             for future in running:
                 future.result()

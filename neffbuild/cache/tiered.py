@@ -27,6 +27,7 @@ from neffbuild.cache.copying import (
     blobs_of,
     copy_blobs,
     file_modes,
+    in_parallel,
     write_entries,
 )
 from neffbuild.cache.directory import DirectoryStore
@@ -219,17 +220,8 @@ class TieredStore:
             with self._counting:
                 tier.counts.published += 1
 
-        with (
-            leased(tier.store, documents=map(entry_name, entries), blobs=blobs_of(entries)),
-            ThreadPoolExecutor(_PUBLISHERS, thread_name_prefix="publish") as pool,
-        ):
-            running = [pool.submit(publish, entry) for entry in entries.values()]
-            try:
-                for future in running:
-                    future.result()
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+        with leased(tier.store, documents=map(entry_name, entries), blobs=blobs_of(entries)):
+            in_parallel(publish, entries.values(), _PUBLISHERS)
 
     def _in_service(self) -> Iterator[Tier]:
         return (tier for tier in self.tiers if tier.store.url not in self._off)
