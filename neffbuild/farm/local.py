@@ -261,5 +261,7 @@ class LocalExecutor:
             return UnitResult.of(running.job.unit, Outcome.FAILED, cause=cause)
         connection.close()
         del self._running[connection]
+        # Its worker may have begun all the same.
+        remove_tree(running.job.scratch)
         self._start(running)
         return None
