@@ -1,0 +1,167 @@
+"""Taking over what an engine has compiled: from its own cache into the local store.
+
+Places are judged one by one. What is complete becomes an entry of its own, whose key says what it is and not
+where it was found; everything else is reported with its reason and left where it is. The tree is read only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from neffbuild.cache.canonical import digest_document
+from neffbuild.cache.catalog import Hit, entry_name, read_entry
+from neffbuild.cache.copying import Progress, write_entries
+from neffbuild.cache.directory import DirectoryStore
+from neffbuild.cache.entry import Entry, FileRecord
+from neffbuild.cache.layouts.layout import Found, Layout, State, entry_file
+from neffbuild.cache.layouts.tree import Tree, TreeFile, Unsafe
+from neffbuild.cache.lease import leased
+from neffbuild.config.errors import IntegrityError, StoreError
+
+
+@dataclass(frozen=True, slots=True)
+class Adopted:
+    """What was found, place by place, and what is in the store of it now: key → entry. `imported` are the
+    keys that were not there before, `strays` what belongs to no place."""
+
+    found: tuple[Found, ...]
+    entries: Mapping[str, Entry]
+    imported: frozenset[str]
+    strays: tuple[str, ...]
+    blobs_copied: int
+    bytes_copied: int
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many places are in each state."""
+        states = Counter(one.state for one in self.found)
+        return {state.value: states[state] for state in State}
+
+
+def adopt(
+    layout: Layout, tree: Tree, store: DirectoryStore, *, progress: Progress | None = None
+) -> Adopted:
+    """Bring every complete place of a tree into `store`, each file read once more and checked as it is
+    copied. A whole entry that is there already stays. A repeated call goes on where one broke off.
+
+    Raises `ConfigError` where there is no tree, `StoreError` where either side cannot be used.
+    """
+    return _Adopting(layout, tree, store, progress).run()
+
+
+class _Adopting:
+    """One adoption under way."""
+
+    def __init__(
+        self, layout: Layout, tree: Tree, store: DirectoryStore, progress: Progress | None
+    ) -> None:
+        self._layout = layout
+        self._tree = tree
+        self._store = store
+        self._progress = progress
+        self._blobs: set[str] = set()
+        self._copied = 0
+        self._seen = 0
+
+    def run(self) -> Adopted:
+        self._tree.require()
+        found: list[Found] = []
+        entries: dict[str, Entry] = {}
+        imported: set[str] = set()
+        for one in examined(self._layout, self._tree):
+            judged = one
+            if one.recipe is not None:
+                try:
+                    entry, is_new = self._take(one)
+                except (Unsafe, IntegrityError, OSError) as error:
+                    reason = f"could not be read whole: {error}"
+                    judged = replace(one, state=State.INCOMPLETE, reason=reason, recipe=None)
+                else:
+                    entries[entry.key] = entry
+                    if is_new:
+                        imported.add(entry.key)
+            found.append(judged)
+        return Adopted(
+            tuple(found),
+            entries,
+            frozenset(imported),
+            tuple(_strays(self._layout, self._tree)),
+            len(self._blobs),
+            self._copied,
+        )
+
+    def _take(self, one: Found) -> tuple[Entry, bool]:
+        assert one.recipe is not None
+        assert one.graph is not None
+        key = digest_document(one.recipe)
+        there = read_entry(self._store, key)
+        if isinstance(there, Hit):
+            return there.entry, False
+        sources = self._sources(one)
+        records = {name: tree.record(file) for name, (tree, file) in sources.items()}
+        entry = Entry(
+            recipe=one.recipe,
+            files=records,
+            graph_digest=records[entry_file(self._layout.name, one.graph)].digest,
+            graph_key=key,
+            statistics={"adopted_from": self._layout.name},
+        )
+        # Parsed as a reader will: a name that no entry may hold is refused before anything is copied.
+        Entry.from_document(entry.document(), expected_key=key)
+        with leased(self._store, documents=[entry_name(key)], blobs=entry.blobs):
+            for name, (tree, file) in sources.items():
+                self._copy(records[name], tree, file)
+            write_entries(self._store, {key: entry})
+        return entry, True
+
+    def _sources(self, one: Found) -> dict[str, tuple[Tree, TreeFile]]:
+        sources = {
+            entry_file(self._layout.name, name): (self._tree, file)
+            for name, file in one.files.items()
+        }
+        for outside in one.outside:
+            name = entry_file(outside.layout, outside.file.name)
+            sources[name] = (outside.tree, outside.file)
+        return sources
+
+    def _copy(self, record: FileRecord, tree: Tree, file: TreeFile) -> None:
+        if self._store.check_blob(record.digest, record.size) is None:
+            return
+        self._store.receive_blob(record.digest, record.size, record.mode, tree.source(file))
+        self._blobs.add(record.digest)
+        self._copied += record.size
+        if self._progress is not None:
+            self._progress(self._copied, self._copied)
+
+
+def examined(layout: Layout, tree: Tree) -> Iterator[Found]:
+    """Every place of a tree, judged; one that cannot be read is told as such. Raises `StoreError` where the
+    root cannot be listed."""
+    for place in _places(layout, tree):
+        yield judged(layout, tree, place)
+
+
+def judged(layout: Layout, tree: Tree, place: str) -> Found:
+    """What is at a place, whatever is wrong with it."""
+    try:
+        return layout.examine(tree, place)
+    except Unsafe as error:
+        return Found(place, State.REFUSED, str(error))
+    except OSError as error:
+        return Found(place, State.INCOMPLETE, f"cannot be read: {error.strerror or error}")
+
+
+def _places(layout: Layout, tree: Tree) -> list[str]:
+    try:
+        return list(dict.fromkeys(layout.places(tree)))
+    except (Unsafe, OSError) as error:
+        raise StoreError(f"cannot list {tree.root}: {error}", value=str(tree.root)) from error
+
+
+def _strays(layout: Layout, tree: Tree) -> list[str]:
+    try:
+        return list(layout.strays(tree))
+    except (Unsafe, OSError) as error:
+        return [f"cannot be listed to its end: {error}"]

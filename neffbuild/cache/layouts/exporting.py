@@ -1,0 +1,287 @@
+"""Handing out: from the local store into an engine's own cache, so that the engine sees hits.
+
+A place is written in a folder of ours beside the others, judged there by the engine's own rule, and gets its
+name by a rename: a process killed at any moment leaves the place as it was. What is whole already stays, what
+is incomplete is replaced as a whole, and what a live process is at work on is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import socket
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from neffbuild.cache import files, filesystem
+from neffbuild.cache.canonical import digest_document
+from neffbuild.cache.copying import Progress
+from neffbuild.cache.directory import DirectoryStore
+from neffbuild.cache.entry import Entry, FileRecord
+from neffbuild.cache.layouts.adopting import judged
+from neffbuild.cache.layouts.layout import Layout, PlaceLocked, State, layout_file
+from neffbuild.cache.layouts.tree import Tree, Unsafe
+
+_STAGING = re.compile(r"\.neffbuild-(.+)-(\d+)-[0-9a-f]{8}")
+_TAKEN = frozenset({errno.ENOTEMPTY, errno.EEXIST})
+
+
+class Outcome(StrEnum):
+    """What became of a place. After `written` and `present` it is a hit."""
+
+    WRITTEN = "written"
+    PRESENT = "present"
+    LOCKED = "locked"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A place, and why it is no hit or what is to be known of it."""
+
+    place: str
+    outcome: Outcome
+    reason: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "place": self.place,
+            "outcome": self.outcome.value,
+            "reason": self.reason,
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What became of every place that entries have for a layout."""
+
+    layout: str
+    placed: tuple[Placed, ...] = ()
+    bytes_written: int = 0
+
+    @property
+    def hits(self) -> bool:
+        """Whether the engine finds all of it."""
+        return not any(one.outcome in (Outcome.LOCKED, Outcome.REFUSED) for one in self.placed)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        outcomes = Counter(one.outcome for one in self.placed)
+        return {outcome.value: outcomes[outcome] for outcome in Outcome}
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """The files of one entry for one place: name below the layout's root → record."""
+
+    records: dict[str, FileRecord] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        return digest_document({name: one.digest for name, one in self.records.items()})
+
+
+def export(
+    layout: Layout,
+    store: DirectoryStore,
+    entries: Mapping[str, Entry],
+    root: Path,
+    *,
+    progress: Progress | None = None,
+) -> Exported:
+    """Lay out below `root` what entries (by key) hold for a layout.
+
+    Every file's digest is checked as it is copied. Of two entries for one place the first by key is taken,
+    where the layout's keys say that they are one program; otherwise neither is. Raises `IntegrityError`
+    for a damaged blob, `StoreError` where `root` cannot be written.
+    """
+    candidates = places_of(layout, entries)
+    if not candidates:
+        return Exported(layout.name)
+    exporting = _Exporting(layout, store, root, progress)
+    with files.refusals("write below", root):
+        files.make_folder(root)
+        _sweep(root)
+        placed = tuple(exporting.place(place, candidates[place]) for place in sorted(candidates))
+    return Exported(layout.name, placed, exporting.written)
+
+
+def places_of(layout: Layout, entries: Mapping[str, Entry]) -> dict[str, list[_Candidate]]:
+    """place → what entries hold for it, each entry by itself, in the order of keys."""
+    found: dict[str, list[_Candidate]] = {}
+    for key in sorted(entries):
+        of_entry: dict[str, _Candidate] = {}
+        for name, record in entries[key].files.items():
+            inside = layout_file(layout.name, name)
+            place = layout.place_of(inside) if inside is not None else None
+            if inside is not None and place is not None:
+                of_entry.setdefault(place, _Candidate()).records[inside] = record
+        for place, candidate in of_entry.items():
+            found.setdefault(place, []).append(candidate)
+    return found
+
+
+class _Exporting:
+    """One export under way."""
+
+    def __init__(
+        self, layout: Layout, store: DirectoryStore, root: Path, progress: Progress | None
+    ) -> None:
+        self._layout = layout
+        self._store = store
+        self._root = root
+        self._progress = progress
+        self.written = 0
+
+    def place(self, place: str, candidates: Sequence[_Candidate]) -> Placed:
+        """Make a place a hit, if it is none. Raises `OSError`, `IntegrityError`."""
+        candidate = candidates[0]
+        distinct = len({one.digest for one in candidates})
+        if distinct > 1 and not self._layout.keys_cover_compiler:
+            reason = f"{distinct} different files are stored for it, and its name does not tell them apart"
+            return Placed(place, Outcome.REFUSED, reason)
+        there = self._there(place, candidate)
+        if there is not None:
+            return there
+        with self._staging() as staging:
+            self._write(staging, place, candidate)
+            staged = judged(self._layout, Tree(staging), place)
+            if staged.state is not State.COMPLETE:
+                reason = f"what is stored of it would be no hit: {staged.reason}"
+                return Placed(place, Outcome.REFUSED, reason)
+            return self._give_name(staging, place, candidate, staged.notes)
+
+    def _there(self, place: str, candidate: _Candidate) -> Placed | None:
+        """What a place is where nothing can or need be written; None where something is to be."""
+        tree = Tree(self._root)
+        for above in _above(place):
+            if (folder := self._root / above).is_symlink() or folder.is_file():
+                return Placed(place, Outcome.REFUSED, f"{folder} is a link or a file")
+        found = judged(self._layout, tree, place)
+        match found.state:
+            case State.LOCKED:
+                return Placed(place, Outcome.LOCKED, found.reason)
+            case State.REFUSED:
+                return Placed(place, Outcome.REFUSED, f"what is there {found.reason}")
+            case State.COMPLETE if self._layout.keys_cover_compiler:
+                return Placed(place, Outcome.PRESENT)
+            case State.COMPLETE:
+                return self._same(tree, place, candidate)
+            case _:
+                return None
+
+    def _same(self, tree: Tree, place: str, candidate: _Candidate) -> Placed | None:
+        """For a file whose name does not say what is in it: is it ours?"""
+        file = tree.file(place)
+        if file is None:
+            return None
+        try:
+            if tree.record(file).digest == candidate.records[place].digest:
+                return Placed(place, Outcome.PRESENT)
+        except Unsafe as error:
+            return Placed(place, Outcome.LOCKED, str(error))
+        return Placed(
+            place,
+            Outcome.REFUSED,
+            "another file of this name is there, and the name does not cover what compiled it: "
+            "give each compiler version a folder of its own",
+        )
+
+    def _write(self, staging: Path, place: str, candidate: _Candidate) -> None:
+        records = candidate.records
+        last = sorted(records, key=lambda name: (self._layout.is_last(name), name))
+        sizes = {name: record.size for name, record in records.items()}
+        for name in last:
+            record = records[name]
+            target = staging / name
+            files.make_folder(target.parent)
+            self._store.fetch_blob(record.digest, record.size, target)
+            filesystem.sync(target)
+            self.written += record.size
+            if self._progress is not None:
+                self._progress(self.written, self.written)
+        for name, content in self._layout.completed(place, sizes).items():
+            files.write_synced(staging / name, content)
+        for folder in {(staging / name).parent for name in records}:
+            filesystem.sync(folder)
+
+    def _give_name(
+        self, staging: Path, place: str, candidate: _Candidate, notes: tuple[str, ...]
+    ) -> Placed:
+        target = self._root / place
+        files.make_folder(target.parent)
+        written = Placed(place, Outcome.WRITTEN, notes=notes)
+        try:
+            if not filesystem.is_taken(target):
+                filesystem.rename(staging / place, target)
+            else:
+                self._replace(staging, place, target)
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+            # Somebody has begun or finished it in the meantime.
+        except PlaceLocked as error:
+            return self._after(place, candidate) or Placed(place, Outcome.LOCKED, str(error))
+        else:
+            filesystem.sync(target.parent)
+            return written
+        busy = Placed(place, Outcome.LOCKED, "somebody began to write it in the meantime")
+        return self._after(place, candidate) or busy
+
+    def _replace(self, staging: Path, place: str, target: Path) -> None:
+        with self._layout.guarded(self._root, place):
+            if judged(self._layout, Tree(self._root), place).state is State.COMPLETE:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+            aside = staging / ".replaced"
+            if target.is_dir():
+                filesystem.rename(target, aside)
+            try:
+                filesystem.rename(staging / place, target)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    filesystem.rename(aside, target)
+                raise
+
+    def _after(self, place: str, candidate: _Candidate) -> Placed | None:
+        """What a place that was just taken by somebody else becomes within a moment."""
+        for _ in filesystem.looks():
+            there = self._there(place, candidate)
+            if there is not None and there.outcome is Outcome.PRESENT:
+                return there
+        return None
+
+    @contextlib.contextmanager
+    def _staging(self) -> Iterator[Path]:
+        host = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())
+        path = self._root / f".neffbuild-{host}-{os.getpid()}-{os.urandom(4).hex()}"
+        filesystem.make_folder(path)
+        try:
+            yield path
+        finally:
+            with contextlib.suppress(OSError):
+                filesystem.remove_tree(path)
+
+
+def _above(place: str) -> Iterable[str]:
+    parts = place.split("/")
+    return ("/".join(parts[:count]) for count in range(1, len(parts)))
+
+
+def _sweep(root: Path) -> None:
+    """Remove what killed exports of this host have left."""
+    host = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())
+    for item in filesystem.items(root):
+        match = _STAGING.fullmatch(item.name)
+        if match and match[1] == host and not psutil.pid_exists(int(match[2])):
+            with contextlib.suppress(OSError):
+                filesystem.remove_tree(root / item.name)
