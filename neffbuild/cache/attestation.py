@@ -41,7 +41,7 @@ def statement(digest: str, manifest: Manifest) -> bytes:
             "predicate": {
                 "config": manifest.config,
                 "platform": dict(manifest.platform),
-                "missing": [unit.shape.bucket_name for unit in manifest.missing],
+                "missing": [unit.bucket_name for unit in manifest.missing],
             },
         }
     )

@@ -18,7 +18,7 @@ from neffbuild.cache.canonical import (
 )
 from neffbuild.cache.entry import Entry
 from neffbuild.config.errors import IntegrityError
-from neffbuild.grid.shapes import Shape, shape_from_document
+from neffbuild.grid.shapes import ALL_RANKS, Shape, shape_from_document, unit_name
 
 SCHEMA = "neffbuild.manifest/1"
 _NEEDS = frozenset({"required", "enumerated_only", "cannot_occur"})
@@ -33,7 +33,11 @@ class ManifestUnit:
     shape: Shape
     key: str | None
     need: str
-    rank_scope: str = "all"
+    rank_scope: str = ALL_RANKS
+
+    @property
+    def bucket_name(self) -> str:
+        return unit_name(self.shape, self.rank_scope)
 
     def document(self) -> dict[str, Any]:
         return {

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from neffbuild.cache.adopted import adopted_before
 from neffbuild.cache.catalog import entry_name, manifest_name, read_hits, write_manifest
 from neffbuild.cache.lease import leased_if_writable
 from neffbuild.cache.manifest import Manifest, ManifestUnit
@@ -26,7 +27,8 @@ from neffbuild.grid.bucketer import Bucketer
 from neffbuild.grid.coverage import plan_coverage
 from neffbuild.grid.expand import Grid, GridShape, Need
 from neffbuild.grid.kv_blocks import num_kv_blocks
-from neffbuild.grid.shapes import Family, Shape
+from neffbuild.grid.ranks import shapes_on_every_rank
+from neffbuild.grid.shapes import ALL_RANKS, Shape, unit_name
 
 
 class Status(StrEnum):
@@ -40,7 +42,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PlannedUnit:
-    """One shape of the grid. `key` and `recipe` are None where the shape cannot occur; an
+    """One shape of the grid for one rank scope. `key` and `recipe` are None where the shape cannot occur; an
     unresolved unit has neither, because a key made from a guess would be a stale hit waiting."""
 
     shape: Shape
@@ -49,10 +51,11 @@ class PlannedUnit:
     key: str | None = None
     recipe: Mapping[str, Any] | None = None
     reason: str | None = None
+    rank_scope: str = ALL_RANKS
 
     @property
     def bucket_name(self) -> str:
-        return self.shape.bucket_name
+        return unit_name(self.shape, self.rank_scope)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,7 @@ class Plan:
         by_status = Counter(unit.status for unit in self.units)
         occurring = [unit for unit in self.units if unit.status is not Status.CANNOT_OCCUR]
         by_family = Counter(unit.shape.family.value for unit in occurring)
+        by_rank_scope = Counter(unit.rank_scope for unit in occurring)
         return {
             "units": len(occurring),
             "cached": by_status[Status.CACHED],
@@ -90,6 +94,7 @@ class Plan:
             "unresolved": by_status[Status.UNRESOLVED],
             "cannot_occur": by_status[Status.CANNOT_OCCUR],
             "by_family": dict(by_family),
+            "by_rank_scope": dict(by_rank_scope),
         }
 
 
@@ -104,67 +109,97 @@ def make_plan(
     bucketer: Bucketer,
     grid: Grid,
     stored: StoredKeys,
+    *,
+    rank_scopes: Sequence[str] = (ALL_RANKS,),
+    kv_blocks: int | None = None,
 ) -> Plan:
-    """Key every shape that can occur and ask the store, once, which of the keys it has."""
+    """Key every shape that can occur, once for each rank scope, and ask the store, once, which of the
+    keys it has.
+
+    `kv_blocks` is the size of the KV pool where the engine makes it other than `num_kv_blocks` says.
+    """
     unresolved = "; ".join(identity.unresolved)
-    recipes = {} if unresolved else _recipes(config, identity, grid)
-    keys = {shape: recipe_key(recipe) for shape, recipe in recipes.items()}
+    pool = None if identity.symbolic_kv_blocks else kv_blocks or num_kv_blocks(config.serve)
+    recipes = {} if unresolved else _recipes(config, identity, grid, rank_scopes, pool)
+    keys = {unit: recipe_key(recipe) for unit, recipe in recipes.items()}
     known = stored(keys.values())
 
-    def planned(gridded: GridShape) -> PlannedUnit:
+    def planned(gridded: GridShape, rank_scope: str) -> PlannedUnit:
         shape, need = gridded.shape, gridded.need
         if need is Need.CANNOT_OCCUR:
             return PlannedUnit(shape, need, Status.CANNOT_OCCUR, reason=gridded.reason)
         if unresolved:
-            return PlannedUnit(shape, need, Status.UNRESOLVED, reason=unresolved)
-        key = keys[shape]
+            return PlannedUnit(
+                shape, need, Status.UNRESOLVED, reason=unresolved, rank_scope=rank_scope
+            )
+        key = keys[shape, rank_scope]
         cached = key in known and known[key] is None
         return PlannedUnit(
             shape,
             need,
             Status.CACHED if cached else Status.MISSING,
             key,
-            recipes[shape],
+            recipes[shape, rank_scope],
             gridded.reason if cached else known.get(key) or gridded.reason,
+            rank_scope,
         )
 
-    return Plan(config, identity, bucketer, tuple(planned(gridded) for gridded in grid.shapes))
+    units = (
+        planned(gridded, rank_scope)
+        for gridded in grid.shapes
+        for rank_scope in (rank_scopes if gridded.need is not Need.CANNOT_OCCUR else (ALL_RANKS,))
+    )
+    return Plan(config, identity, bucketer, tuple(units))
 
 
 def _recipes(
-    config: BuildConfig, identity: ToolchainIdentity, grid: Grid
-) -> dict[Shape, dict[str, Any]]:
-    pool = None if identity.symbolic_kv_blocks else num_kv_blocks(config.serve)
-    shared: dict[Family, dict[str, Any]] = {}
-    recipes: dict[Shape, dict[str, Any]] = {}
-    for gridded in grid.shapes:
-        if gridded.need is Need.CANNOT_OCCUR:
-            continue
-        family = gridded.shape.family
-        if family not in shared:
-            shared[family] = family_recipe(config, family, identity, num_kv_blocks=pool)
-        recipes[gridded.shape] = unit_recipe(shared[family], gridded.shape)
+    config: BuildConfig,
+    identity: ToolchainIdentity,
+    grid: Grid,
+    rank_scopes: Sequence[str],
+    pool: int | None,
+) -> dict[tuple[Shape, str], dict[str, Any]]:
+    shapes = [gridded.shape for gridded in grid.shapes if gridded.need is not Need.CANNOT_OCCUR]
+    recipes: dict[tuple[Shape, str], dict[str, Any]] = {}
+    for rank_scope in rank_scopes:
+        shared = {
+            family: family_recipe(
+                config, family, identity, num_kv_blocks=pool, rank_scope=rank_scope
+            )
+            for family in dict.fromkeys(shape.family for shape in shapes)
+        }
+        for shape in shapes:
+            recipes[shape, rank_scope] = unit_recipe(shared[shape.family], shape)
     return recipes
 
 
-def store_plan_manifest(plan: Plan, store: Store) -> Manifest:
-    """Write the manifest of what is stored of a plan, and the pointer from its config to it."""
+def store_plan_manifest(plan: Plan, store: Store, adopted: Iterable[str] = ()) -> Manifest:
+    """Write the manifest of what is stored of a plan, and the pointer from its config to it.
+
+    `adopted` are keys of entries without a unit that go with it, beside those of the manifest before it.
+    """
     keys = {unit.key: unit.shape for unit in plan.units if unit.key is not None}
+    config = config_digest(plan.config)
     entries = read_hits(store, keys)
-    covered = plan_coverage(plan.bucketer, keys.values(), [keys[key] for key in entries])
+    beside = {*adopted, *adopted_before(store, config, plan.identity.platform)}
+    entries_beside = read_hits(store, sorted(beside - keys.keys()))
+    covered = plan_coverage(plan.bucketer, keys.values(), shapes_on_every_rank(keys, entries))
     manifest = Manifest(
-        config=config_digest(plan.config),
+        config=config,
         serve=graph_options(plan.config.serve),
         platform=plan.identity.platform,
-        units=tuple(ManifestUnit(unit.shape, unit.key, unit.need.value) for unit in plan.units),
-        entries=entries,
+        units=tuple(
+            ManifestUnit(unit.shape, unit.key, unit.need.value, unit.rank_scope)
+            for unit in plan.units
+        ),
+        entries={**entries, **entries_beside},
         coverage={
             "states_checked": covered.states_checked,
             "uncovered_states": [state.document() for state in covered.uncovered],
             "prefill_gaps": [state.document() for state in covered.prefill_gaps],
         },
     )
-    names = [manifest_name(manifest.digest), *map(entry_name, entries)]
+    names = [manifest_name(manifest.digest), *map(entry_name, manifest.entries)]
     with leased_if_writable(store, documents=names, blobs=manifest.blobs):
         write_pointer(store, manifest.config, write_manifest(store, manifest))
     return manifest

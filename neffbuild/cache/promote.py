@@ -95,7 +95,7 @@ def _refuse_partial(release: Release) -> None:
         if manifest.missing:
             raise UnitsIncomplete(
                 f"manifest {digest} lacks {len(manifest.missing)} of its plan's units, "
-                f"{manifest.missing[0].shape.bucket_name} among them",
+                f"{manifest.missing[0].bucket_name} among them",
                 value=digest,
                 hint="compile and push the rest first, or promote what there is with --allow-partial",
             )

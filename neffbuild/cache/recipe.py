@@ -16,7 +16,7 @@ from neffbuild.cache.canonical import digest_document
 from neffbuild.cache.serve_options import auxiliary_layers, graph_options, serve_ingredient
 from neffbuild.config.build import BuildConfig
 from neffbuild.config.serve import VLLM_VERSION
-from neffbuild.grid.shapes import Family, Shape
+from neffbuild.grid.shapes import ALL_RANKS, Family, Shape
 
 SCHEMA = "neffbuild.recipe/1"
 
@@ -72,12 +72,12 @@ def family_recipe(
     identity: ToolchainIdentity,
     *,
     num_kv_blocks: int | None,
-    rank_scope: str = "all",
+    rank_scope: str = ALL_RANKS,
 ) -> dict[str, Any]:
     """What the recipes of all units of one family share; `unit_recipe` adds the shape.
 
     `num_kv_blocks` is the size of the KV pool in blocks, or None where programs keep it symbolic.
-    `rank_scope` is "all" when every rank shares the program.
+    `rank_scope` names the ranks that share the program (`neffbuild.grid.ranks`).
     """
     draft = config.draft_model if family in _DRAFT_FAMILIES else None
     return {

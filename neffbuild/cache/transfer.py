@@ -85,7 +85,7 @@ def push(
     believed, `ConfigError` when the tag has to be signed and there is no key.
     """
     if manifest.missing and not allow_partial:
-        names = [unit.shape.bucket_name for unit in manifest.missing]
+        names = [unit.bucket_name for unit in manifest.missing]
         raise UnitsIncomplete(
             f"{len(names)} of the plan's units are not stored: {_some(names)}",
             hint="run `neffbuild compile` first, or push what there is with --allow-partial",
@@ -161,7 +161,7 @@ def pull(
     if manifest.missing and not allow_partial:
         raise UnitsIncomplete(
             f"manifest {digest} of {remote.url} lacks {len(manifest.missing)} of its plan's units: "
-            f"{_some(unit.shape.bucket_name for unit in manifest.missing)}",
+            f"{_some(unit.bucket_name for unit in manifest.missing)}",
             value=digest,
             hint="compile and push the rest, or pull what there is with --allow-partial",
         )

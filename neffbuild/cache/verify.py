@@ -179,7 +179,7 @@ class _Check:
 
     def manifest(self, manifest: Manifest) -> None:
         for unit in manifest.missing:
-            name = unit.shape.bucket_name
+            name = unit.bucket_name
             self.problem(ProblemKind.MISSING_UNIT, unit.key or name, f"{name} is not stored")
         for key, entry in manifest.entries.items():
             self._add(key, entry.blobs)

@@ -99,7 +99,7 @@ def command(
         output.print_json(document)
     else:
         if shard is not None:
-            output.write(f"shard {shard}: {len(part.shapes)} of {counted(part.of_units, 'unit')}")
+            output.write(f"shard {shard}: {len(part.names)} of {counted(part.of_units, 'unit')}")
         again = f"neffbuild compile {shard_words(shard)}{options.config_words(words, cache)}"
         _print(rows, run, tiered, failed, len(chosen.put_off), again)
     if run is not None and run.interrupted:
@@ -137,7 +137,7 @@ def _fetched(plan: Plan, part: Part, tiered: TieredStore) -> Plan:
     from neffbuild.cli.transfer import progress_line
 
     cached = (unit for unit in plan.units if unit.status.value == "cached")
-    keys = [unit.key for unit in cached if unit.key and unit.shape in part.shapes]
+    keys = [unit.key for unit in cached if unit.key and unit.bucket_name in part.names]
     with progress_line("fetch") as progress:
         return plan.without(tiered.back_fill(keys, progress=progress))
 

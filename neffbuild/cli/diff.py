@@ -89,7 +89,7 @@ def _document(platform: PlatformDifference) -> dict[str, Any]:
         "unchanged": platform.unchanged,
         "units": [
             {
-                "bucket_name": one.unit.shape.bucket_name,
+                "bucket_name": one.unit.bucket_name,
                 "family": one.unit.shape.family.value,
                 "rank_scope": one.unit.rank_scope,
                 "change": one.change,
@@ -112,7 +112,7 @@ def _lines(platform: PlatformDifference) -> Iterator[str]:
     where = " (new)" if platform.before is None else " (gone)" if platform.after is None else ""
     yield platform_text(platform.platform) + where
     for one in platform.units:
-        yield f"  {_MARKS[one.change]} {one.unit.shape.bucket_name}  {_why(one)}".rstrip()
+        yield f"  {_MARKS[one.change]} {one.unit.bucket_name}  {_why(one)}".rstrip()
 
 
 def _why(one: UnitDifference) -> str:

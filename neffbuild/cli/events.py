@@ -43,7 +43,7 @@ def event_document(event: Event) -> dict[str, Any]:
             continue  # each unit's stands in its `unit_started`
         value = getattr(event, field.name)
         if isinstance(value, Unit):
-            document |= {"bucket_name": value.shape.bucket_name, "key": value.key}
+            document |= {"bucket_name": value.bucket_name, "key": value.key}
         elif not isinstance(event, UnitFinished):
             document[field.name] = value
     if isinstance(event, UnitFinished):

@@ -86,7 +86,7 @@ class FarmState:
                 self._expected = event.expected_seconds
             case UnitStarted():
                 self.running[event.unit.key] = Running(
-                    event.unit.shape.bucket_name,
+                    event.unit.bucket_name,
                     now,
                     event.expected_seconds,
                     event.reserved_bytes,

@@ -14,6 +14,7 @@ from neffbuild.cli.shards import shard_option, shard_words
 if TYPE_CHECKING:
     from neffbuild.cache.plan import Plan, PlannedUnit
     from neffbuild.farm.shards import Shard
+    from neffbuild.grid.coverage import UncoveredStates
     from neffbuild.toolchain.base import Toolchain
 
 _SHOWN = 60
@@ -77,12 +78,12 @@ def command(
 def _part(plan: Plan, toolchain: Toolchain, shard: Shard) -> Plan:
     """The shard's units of a plan."""
     from neffbuild.farm.expectations import prior_of
-    from neffbuild.farm.shards import shard_shapes
+    from neffbuild.farm.shards import shard_members
 
     prior = prior_of(toolchain)
-    shapes = [unit.shape for unit in plan.units if unit.status.value != "cannot_occur"]
-    part = shard_shapes(shapes, lambda shape: prior(plan.config, shape).seconds, shard)
-    return replace(plan, units=tuple(unit for unit in plan.units if unit.shape in part))
+    units = [unit for unit in plan.units if unit.status.value != "cannot_occur"]
+    seconds = [prior(plan.config, unit.shape).seconds for unit in units]
+    return replace(plan, units=tuple(units[place] for place in shard_members(seconds, shard)))
 
 
 def plan_document(plan: Plan, refusal: str | None) -> dict[str, Any]:
@@ -101,6 +102,8 @@ def plan_document(plan: Plan, refusal: str | None) -> dict[str, Any]:
         "counts": plan.counts,
         "refusal": refusal,
         "notes": list(plan.config.notes),
+        "phases": [phase.value for phase in plan.bucketer.phases],
+        "prefill_gaps": [gap.document() for gap in _prefill_gaps(plan)],
         "units": [_unit_document(plan, unit) for unit in plan.units],
     }
 
@@ -140,7 +143,18 @@ def plan_text(plan: Plan, cache: str, shown: int) -> str:
     lines += ["", summary]
     if counts["cannot_occur"]:
         lines.append(f"{counts['cannot_occur']} shapes cannot occur and need no program")
+    lines += [f"prefill is not covered: {gap.reason}" for gap in _prefill_gaps(plan)]
     return "\n".join(lines)
+
+
+def _prefill_gaps(plan: Plan) -> list[UncoveredStates]:
+    """The prefill steps for which a plan has no units."""
+    from neffbuild.grid.coverage import prefill_gaps
+    from neffbuild.grid.phases import Phase
+
+    if plan.identity.symbolic_shapes or Phase.PREFILL in plan.bucketer.phases:
+        return []
+    return prefill_gaps(plan.bucketer, ())
 
 
 def _unit_document(plan: Plan, unit: PlannedUnit) -> dict[str, Any]:
@@ -154,6 +168,9 @@ def _unit_document(plan: Plan, unit: PlannedUnit) -> dict[str, Any]:
         "num_seqs": shape.get("num_seqs"),
         "query_len": shape.get("query_len"),
         "context_len": shape.get("context_len"),
+        "num_batched_tokens": shape.get("num_batched_tokens"),
+        "kv_segment": shape.get("kv_segment"),
+        "rank_scope": unit.rank_scope,
         "symbolic": shape["kind"] == "symbolic",
         "block_table_width": decode and plan.bucketer.block_table_width(decode),
         "window_table_width": decode and plan.bucketer.window_table_width(decode),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from neffbuild.cli import output
-from neffbuild.farm.causes import shown
+from neffbuild.config.lines import shown
 from neffbuild.farm.outcomes import (
     Event,
     FarmStarted,
@@ -56,7 +56,7 @@ class Lines:
             case FewerWorkers():
                 return event.reason
             case UnitStarted(warning=str(warning)):
-                return f"{event.unit.shape.bucket_name}: {warning}"
+                return f"{event.unit.bucket_name}: {warning}"
             case UnitFinished():
                 self._done += 1
                 return f"[{self._done}/{self._total}] {_finished(event)}"
@@ -68,7 +68,7 @@ class Lines:
 
 
 def _deferred(event: UnitDeferred) -> str:
-    text = f"{event.unit.shape.bucket_name} deferred: {event.reason}"
+    text = f"{event.unit.bucket_name} deferred: {event.reason}"
     if event.pause:
         text += f"; tried again in {seconds(event.pause)}"
     return f"{text}, with nothing beside it" if event.alone else text

@@ -51,13 +51,15 @@ def _execute(config: BuildConfig, steps: int) -> dict[str, Any]:
 def _simulate(config: BuildConfig, steps: int) -> dict[str, Any]:
     from neffbuild.cache.catalog import read_hits
     from neffbuild.grid.kv_blocks import kv_bytes_per_position
+    from neffbuild.grid.ranks import shapes_on_every_rank
     from neffbuild.grid.replay import simulate_replay
     from neffbuild.toolchain.planning import units_to_serve
     from neffbuild.toolchain.registry import load_toolchain
 
     store = options.local_store(config)
-    bucketer, shapes = units_to_serve(config, load_toolchain(config.toolchain.name), store)
-    stored = [shapes[key] for key in read_hits(store, shapes)]
+    bucketer, units = units_to_serve(config, load_toolchain(config.toolchain.name), store)
+    shapes = {key: unit.shape for key, unit in units.items()}
+    stored = shapes_on_every_rank(shapes, read_hits(store, shapes))
     kv_bytes = kv_bytes_per_position(config.serve, config.model)
     return simulate_replay(bucketer, kv_bytes, steps, stored)
 

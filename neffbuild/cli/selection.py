@@ -69,9 +69,10 @@ def selection_options(command: _Command) -> _Command:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The shapes that a command is about, of `of_units` that it and the other shards are about."""
+    """The names of the units that a command is about, of `of_units` that it and the other shards are
+    about."""
 
-    shapes: frozenset[Shape]
+    names: frozenset[str]
     of_units: int
 
 
@@ -81,15 +82,16 @@ def part_of(plan: Plan, selection: Selection, seconds: Callable[[Shape], float])
 
     Raises `ConfigError` for a pattern that matches nothing, and a matching unit that cannot be keyed here.
     """
-    from neffbuild.farm.shards import shard_shapes
+    from neffbuild.farm.shards import shard_members
 
     units = [unit for unit in plan.units if unit.status.value != "cannot_occur"]
     units = _matching(units, selection.only)
     _refuse_unresolved(units)
-    shapes = [unit.shape for unit in units]
-    if selection.shard is None:
-        return Part(frozenset(shapes), len(shapes))
-    return Part(shard_shapes(shapes, seconds, selection.shard), len(shapes))
+    of_units = len(units)
+    if selection.shard is not None:
+        members = shard_members([seconds(unit.shape) for unit in units], selection.shard)
+        units = [units[place] for place in members]
+    return Part(frozenset(unit.bucket_name for unit in units), of_units)
 
 
 def choose(plan: Plan, part: Part, selection: Selection, failures: Mapping[str, Failure]) -> Chosen:
@@ -101,7 +103,7 @@ def choose(plan: Plan, part: Part, selection: Selection, failures: Mapping[str, 
         raise ConfigError(
             "--skip-failed and --retry-failed exclude each other", field="--retry-failed"
         )
-    units = [unit for unit in plan.units if unit.shape in part.shapes]
+    units = [unit for unit in plan.units if unit.bucket_name in part.names]
     missing = [unit for unit in units if unit.status.value == "missing"]
     if selection.retry_failed:
         units = missing = [unit for unit in missing if unit.key in failures]
@@ -120,7 +122,11 @@ def choose(plan: Plan, part: Part, selection: Selection, failures: Mapping[str, 
 def _matching(units: Sequence[PlannedUnit], pattern: str | None) -> list[PlannedUnit]:
     if pattern is None:
         return list(units)
-    chosen = [unit for unit in units if fnmatchcase(unit.bucket_name, pattern)]
+    chosen = [
+        unit
+        for unit in units
+        if fnmatchcase(unit.bucket_name, pattern) or fnmatchcase(unit.shape.bucket_name, pattern)
+    ]
     if not chosen:
         raise ConfigError(
             f"--only {pattern!r} matches none of the {len(units)} units",

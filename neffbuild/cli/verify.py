@@ -128,17 +128,20 @@ def _verify_config(words: tuple[str, ...], cache: Path | None) -> dict[str, Any]
     from neffbuild.cache.recipe import config_digest
     from neffbuild.cache.verify import verify_config
     from neffbuild.grid.coverage import plan_coverage
+    from neffbuild.grid.ranks import shapes_on_every_rank
     from neffbuild.toolchain.planning import units_to_serve
     from neffbuild.toolchain.registry import load_toolchain
 
     config = options.only_config(words, cache)
     store = options.local_store(config)
-    bucketer, shapes = units_to_serve(config, load_toolchain(config.toolchain.name), store)
-    verified = verify_config(store, config_digest(config), shapes)
+    bucketer, units = units_to_serve(config, load_toolchain(config.toolchain.name), store)
+    verified = verify_config(store, config_digest(config), units)
     _take_out_of_service(store, verified)
-    bad = {problem.key for problem in verified.problems}
-    good = [shape for key, shape in shapes.items() if key not in bad]
-    names = {key: shape.bucket_name for key, shape in shapes.items()}
+    shapes = {key: unit.shape for key, unit in units.items()}
+    good = shapes_on_every_rank(
+        shapes, shapes.keys() - {problem.key for problem in verified.problems}
+    )
+    names = {key: unit.bucket_name for key, unit in units.items()}
     return _document(verified, plan_coverage(bucketer, shapes.values(), good), names)
 
 

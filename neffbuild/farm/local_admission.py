@@ -159,7 +159,7 @@ class LocalAdmission:
         return self._passes
 
     def _held(self, claim: Claim, free: Resources, budget: Resources, first: Waiting) -> Held:
-        name, head = first.unit.shape.bucket_name, self._head()
+        name, head = first.unit.bucket_name, self._head()
         short = claim.needs.shortage(free)
         if first.alone:
             return Held("alone", f"{head}{name} is tried again alone")

@@ -78,7 +78,7 @@ class UnitResult:
     @classmethod
     def of(cls, unit: Unit, outcome: Outcome, **fields: Any) -> UnitResult:
         """The result of `unit`, its names filled in."""
-        return cls(unit.shape.bucket_name, unit.shape.family, unit.key, outcome, **fields)
+        return cls(unit.bucket_name, unit.shape.family, unit.key, outcome, **fields)
 
     def document(self) -> dict[str, Any]:
         """One of `units` in `neffbuild.run/1`. No absolute path: it is kept in stores."""

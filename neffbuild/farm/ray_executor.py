@@ -124,7 +124,7 @@ class RayExecutor:
         order = Order(replace(job, environment={}), self._toolchain.name, self._store.url)
         try:
             ref = self._task.options(
-                name=job.unit.shape.bucket_name,
+                name=job.unit.bucket_name,
                 max_retries=RESTARTS,
                 retry_exceptions=False,
                 **task_options(resources),

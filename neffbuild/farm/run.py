@@ -77,7 +77,7 @@ def compile_units(
                 # Not one that a lost worker has left.
                 scratch=folder / f"{unit.key[:16]}-{waiting.attempt}",
                 shared=folder / "shared",
-                log=logs / f"{unit.shape.bucket_name}-{unit.key[:12]}.log",
+                log=logs / f"{unit.bucket_name}-{unit.key[:12]}.log",
                 lock_wait=lock_wait if waiting.waits else 0.0,
                 timeout=farm.timeout,
                 memory=farm.memory,

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from neffbuild.config.errors import ConfigError
-from neffbuild.grid.shapes import Shape
 
 FORMS = "3/8 (the third of eight), auto, or auto/8 where the machine is not told how many there are"
 TOTAL_VARIABLE = "NEFFBUILD_SHARDS"
@@ -104,15 +103,6 @@ def shard_members(seconds: Sequence[float], shard: Shard) -> list[int]:
         if index == shard.index:
             members.append(place)
     return sorted(members)
-
-
-def shard_shapes(
-    shapes: Sequence[Shape], seconds: Callable[[Shape], float], shard: Shard
-) -> frozenset[Shape]:
-    """Which of `shapes`, all units of a config in the order of its plan, the shard compiles. `seconds`
-    is what the toolchain's prior expects of a shape."""
-    members = shard_members([seconds(shape) for shape in shapes], shard)
-    return frozenset(shapes[place] for place in members)
 
 
 def _detected(environment: Mapping[str, str], given: int | None, text: str) -> Shard:

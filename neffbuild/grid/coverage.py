@@ -85,7 +85,7 @@ def check_coverage(bucketer: Bucketer, available: Collection[Shape]) -> Coverage
         reaches = reachable(bucketer, family)
         states_checked += _count_states(reaches)
         uncovered += _uncovered(bucketer, family, reaches, available)
-    return Coverage(states_checked, tuple(uncovered), tuple(_prefill_gaps(bucketer, available)))
+    return Coverage(states_checked, tuple(uncovered), tuple(prefill_gaps(bucketer, available)))
 
 
 def _count_states(reaches: Iterable[Reach]) -> int:
@@ -141,7 +141,7 @@ def _uncovered(
     ]
 
 
-def _prefill_gaps(bucketer: Bucketer, available: frozenset[Shape]) -> list[UncoveredStates]:
+def prefill_gaps(bucketer: Bucketer, available: Collection[Shape]) -> list[UncoveredStates]:
     """One per family that lacks a shape: a prefill step of any size may come at any context.
 
     A pool that holds every sequence at full length makes preemption impossible; whether the pool is that

@@ -1,8 +1,11 @@
-"""Which ranks size one another's steps, by configuration alone."""
+"""Which ranks size one another's steps and which share programs, by configuration alone."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 from neffbuild.config.serve import ServeConfig
+from neffbuild.grid.shapes import ALL_RANKS, Shape
 
 COMPONENT_DP_SIZES = (
     "attention_dp_size",
@@ -25,3 +28,21 @@ def steps_are_synced(serve: ServeConfig) -> bool:
     return serve.enable_expert_parallel or any(
         int(options.get(name) or 1) > 1 for name in COMPONENT_DP_SIZES
     )
+
+
+def rank_scopes(serve: ServeConfig, *, replica_groups: bool) -> tuple[str, ...]:
+    """The rank scopes that need programs of their own: `all`, or one for each data-parallel replica.
+
+    Tensor-parallel ranks share: a rank's number is an input of its programs. A collective names the
+    global ranks it joins. Where programs have `replica_groups` for that and hold a collective across
+    replicas, each replica's are its own.
+    """
+    if not replica_groups or not steps_are_synced(serve):
+        return (ALL_RANKS,)
+    return tuple(f"dp{replica}" for replica in range(serve.data_parallel_size))
+
+
+def shapes_on_every_rank(units: Mapping[str, Shape], stored: Collection[str]) -> set[Shape]:
+    """Of `units` (key → shape), the shapes whose units are `stored`, in every rank scope that has one."""
+    lacking = {shape for key, shape in units.items() if key not in stored}
+    return set(units.values()) - lacking

@@ -113,6 +113,14 @@ class SymbolicShape:
 
 Shape = DecodeShape | PrefillShape | SymbolicShape
 
+ALL_RANKS = "all"
+"""The rank scope of a program that every rank shares."""
+
+
+def unit_name(shape: Shape, rank_scope: str) -> str:
+    """The name of a unit: its shape's, and which ranks it is for where they do not share it."""
+    return shape.bucket_name if rank_scope == ALL_RANKS else f"{shape.bucket_name}@{rank_scope}"
+
 
 def shape_from_document(document: dict[str, Any]) -> Shape:
     """Inverse of `document()`. Raises `KeyError` or `ValueError` on anything else."""

@@ -114,6 +114,6 @@ def _what_is_there(manifests: Sequence[Manifest]) -> str:
 def _key_of_unit(manifests: Sequence[Manifest], bucket_name: str) -> str | None:
     for manifest in manifests:
         for planned in manifest.units:
-            if planned.shape.bucket_name == bucket_name and planned.key is not None:
+            if planned.bucket_name == bucket_name and planned.key is not None:
                 return planned.key
     return None

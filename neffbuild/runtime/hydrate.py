@@ -156,7 +156,7 @@ def main() -> int:
             }
         }
     else:
-        missing = [unit.shape.bucket_name for unit in done.manifest.missing]
+        missing = [unit.bucket_name for unit in done.manifest.missing]
         answer = {"hydration": json.loads(done.hydration.to_json()), "missing": missing}
     sys.stdout.write(json.dumps(answer) + "\n")
     return 0

@@ -18,7 +18,7 @@ from neffbuild.cache.recipe import config_digest
 from neffbuild.cache.records import read_pointer
 from neffbuild.config.build import BuildConfig
 from neffbuild.config.errors import MissingUnit, ToolchainRefusal
-from neffbuild.grid.shapes import Shape
+from neffbuild.grid.shapes import ALL_RANKS, Shape
 from neffbuild.runtime.counters import Counters
 from neffbuild.runtime.missing import UNNAMED_CONFIG, missing_unit
 from neffbuild.toolchain.base import Executable, Toolchain
@@ -57,8 +57,10 @@ class Loader:
         architecture: Mapping[str, Any] | None = None,
         draft_architecture: Mapping[str, Any] | None = None,
         config: str = UNNAMED_CONFIG,
+        rank_scope: str = ALL_RANKS,
     ) -> None:
-        """`architecture` and `draft_architecture` are the normalised `config.json` of the models about to
+        """`rank_scope` is that of the rank that loads: of programs that not all ranks share it takes its
+        own. `architecture` and `draft_architecture` are the normalised `config.json` of the models about to
         be served, where they are known: a program built for another one is refused. `config` names the
         serve config's file in messages."""
         self.manifest = manifest
@@ -67,7 +69,11 @@ class Loader:
         self._toolchain = toolchain
         self._architectures = {"model": architecture, "draft_model": draft_architecture}
         self._config = config
-        self._units = {unit.shape: unit for unit in manifest.units}
+        self._units = {
+            unit.shape: unit
+            for unit in manifest.units
+            if unit.rank_scope in (ALL_RANKS, rank_scope)
+        }
         self._loaded: dict[Shape, Executable] = {}
 
     @classmethod
@@ -106,7 +112,7 @@ class Loader:
             first = self._missing(missing[0].shape)
             if len(missing) == 1:
                 raise first
-            names = ", ".join(unit.shape.bucket_name for unit in missing[1:])
+            names = ", ".join(unit.bucket_name for unit in missing[1:])
             raise MissingUnit(f"{first.message}; also missing: {names}", hint=first.hint)
         return {shape: self.load(shape) for shape in self.stored}
 

@@ -18,7 +18,7 @@ from neffbuild.cache.recipe import ToolchainIdentity
 from neffbuild.config.build import BuildConfig
 from neffbuild.config.neuron_engine import PrefillRules
 from neffbuild.grid.bucketer import QueryLenSupport
-from neffbuild.grid.shapes import Shape
+from neffbuild.grid.shapes import ALL_RANKS, Shape, unit_name
 from neffbuild.grid.windows import WindowColumns, span_columns
 
 
@@ -42,7 +42,8 @@ class Capabilities:
     `kv_groups` are the kinds of KV state it builds programs for; of `rolled_back` it can undo what a
     token did that came to nothing (a rejected draft, a placeholder). `window_columns` says how wide the
     block tables of sliding-window layers are. `prefill` is how its engine settles its prefill buckets,
-    None where it has no prefill programs.
+    None where it has no prefill programs. With `replica_groups` a program names the global ranks of the
+    collectives in it.
     """
 
     query_len_support: QueryLenSupport
@@ -52,6 +53,7 @@ class Capabilities:
     needs_device: bool = False
     window_columns: WindowColumns = span_columns
     prefill: PrefillRules | None = None
+    replica_groups: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,10 @@ class Unit:
     shape: Shape
     recipe: Mapping[str, Any]
     key: str
+
+    @property
+    def bucket_name(self) -> str:
+        return unit_name(self.shape, self.recipe.get("rank_scope", ALL_RANKS))
 
 
 ENGINE_FILES = "engine"

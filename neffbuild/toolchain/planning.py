@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from neffbuild.cache.catalog import read_manifest, stored_keys
-from neffbuild.cache.plan import Plan, StoredKeys, make_plan
+from neffbuild.cache.manifest import ManifestUnit
+from neffbuild.cache.plan import Plan, PlannedUnit, StoredKeys, make_plan
 from neffbuild.cache.recipe import ToolchainIdentity, config_digest
 from neffbuild.cache.records import read_pointer
 from neffbuild.cache.store import Store
@@ -15,7 +16,7 @@ from neffbuild.config.findings import Findings
 from neffbuild.grid.bucketer import Bucketer
 from neffbuild.grid.expand import Grid, WarmUp, expand, symbolic_grid
 from neffbuild.grid.phases import Phase, served_phases
-from neffbuild.grid.shapes import Shape
+from neffbuild.grid.ranks import rank_scopes
 from neffbuild.toolchain.base import Toolchain
 from neffbuild.toolchain.kv_groups import kv_groups
 
@@ -48,7 +49,9 @@ def plan_with(config: BuildConfig, toolchain: Toolchain, stored: StoredKeys) -> 
         phases=phases,
     )
     identity = toolchain.identity(config)
-    return make_plan(config, identity, bucketer, _grid(identity, bucketer), stored)
+    scopes = rank_scopes(config.serve, replica_groups=capabilities.replica_groups)
+    grid = _grid(identity, bucketer)
+    return make_plan(config, identity, bucketer, grid, stored, rank_scopes=scopes)
 
 
 def require_buckets(config: BuildConfig, toolchain: Toolchain) -> None:
@@ -101,15 +104,15 @@ def _refuse_lasting_drafts(config: BuildConfig, toolchain: Toolchain) -> None:
 
 def units_to_serve(
     config: BuildConfig, toolchain: Toolchain, store: Store
-) -> tuple[Bucketer, dict[str, Shape]]:
-    """The bucketer of a config and key → shape of the units its steps need.
+) -> tuple[Bucketer, dict[str, PlannedUnit | ManifestUnit]]:
+    """The bucketer of a config and key → unit of what its steps need.
 
     A machine that only serves may lack a tool whose version is in the keys; there the manifest that was
     compiled or pulled for the config says what the keys are. Raises `ConfigError` when neither does.
     """
     plan = plan_config(config, toolchain, store)
     if not plan.identity.unresolved:
-        return plan.bucketer, {unit.key: unit.shape for unit in plan.units if unit.key}
+        return plan.bucketer, {unit.key: unit for unit in plan.units if unit.key}
     digest = read_pointer(store, config_digest(config))
     manifest = read_manifest(store, digest) if digest else None
     if manifest is None:
@@ -119,4 +122,4 @@ def units_to_serve(
             field="toolchain.versions",
             hint="pull the config's tag, or pin the versions",
         )
-    return plan.bucketer, {unit.key: unit.shape for unit in manifest.units if unit.key}
+    return plan.bucketer, {unit.key: unit for unit in manifest.units if unit.key}

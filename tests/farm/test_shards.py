@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neffbuild.config.errors import ConfigError
-from neffbuild.farm.shards import Shard, parse_shard, shard_members, shard_shapes
-from neffbuild.grid.shapes import DecodeShape, Family
+from neffbuild.farm.shards import Shard, parse_shard, shard_members
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import bench_shards as bench
@@ -58,14 +57,10 @@ def test_equal_units_are_dealt_out_evenly(count: int, units: int) -> None:
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_shapes_go_where_their_expectations_do() -> None:
-    shapes = [DecodeShape(Family.TARGET, rows, 1, 128) for rows in (1, 2, 4, 8)]
-    first, second = (
-        shard_shapes(shapes, lambda shape: float(shape.num_seqs), Shard(index, 2))
-        for index in (1, 2)
-    )
-    assert first == {shapes[3]}
-    assert second == set(shapes[:3])
+def test_units_go_where_their_expectations_do() -> None:
+    seconds = [1.0, 2.0, 4.0, 8.0]
+    assert shard_members(seconds, Shard(1, 2)) == [3]
+    assert shard_members(seconds, Shard(2, 2)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
