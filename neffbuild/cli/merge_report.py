@@ -18,7 +18,8 @@ def command(files: tuple[Path, ...], as_json: bool) -> int:
     Exits 1 when some unit failed, or is in none of the reports. Of a unit that several reports have,
     the best outcome counts.
     """
-    from neffbuild.report.merge import merge_reports, read_report
+    from neffbuild.report.merge import merge_reports
+    from neffbuild.report.run_files import read_report
     from neffbuild.report.text import report_text, seconds
 
     merged = merge_reports([read_report(path) for path in files])

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Self, TextIO
 
 from neffbuild.config.errors import NeffbuildError
+from neffbuild.config.printable import shown
 
 INTERRUPTED = 130
 """Exit status of a command that was interrupted, as of any program."""
@@ -26,12 +27,17 @@ class Unwritten(NeffbuildError):
 
 
 def write(text: str) -> None:
-    """A command's result on stdout.
+    """A command's result on stdout, control characters as escapes: what is printed may be of a file or
+    a store that somebody else has written.
 
     A reader that went away (`neffbuild plan … | head`) has seen what it wanted: the command goes on
     and its exit status stands. Raises `Unwritten` when the text cannot be written for another reason
     (a full disk behind a redirection).
     """
+    _write(_escaped(text))
+
+
+def _write(text: str) -> None:
     try:
         _put(sys.stdout, text)
     except BrokenPipeError:
@@ -52,21 +58,22 @@ def discard() -> None:
 
 
 def remark(text: str) -> None:
-    """A line on stderr. What cannot be written there is lost and stops nothing."""
+    """Lines on stderr, control characters as escapes. What cannot be written there is lost and stops
+    nothing."""
     try:
-        _put(sys.stderr, text)
+        _put(sys.stderr, _escaped(text))
     except OSError:
         _discard(sys.stderr)
 
 
 def print_json(document: Mapping[str, Any]) -> None:
     """One JSON document on stdout."""
-    write(json.dumps(document, indent=2, ensure_ascii=False))
+    _write(_escaped_json(json.dumps(document, indent=2, ensure_ascii=False)))
 
 
 def print_json_line(document: Mapping[str, Any]) -> None:
     """One JSON document on one line of stdout."""
-    write(json.dumps(document, ensure_ascii=False))
+    _write(_escaped_json(json.dumps(document, ensure_ascii=False)))
 
 
 def error_document(error: NeffbuildError) -> dict[str, Any]:
@@ -89,6 +96,20 @@ def error_text(error: NeffbuildError) -> str:
     if error.hint:
         lines.append(f"  hint: {error.hint}")
     return "\n".join(lines)
+
+
+def _escaped(text: str) -> str:
+    return "\n".join(shown(line) for line in text.split("\n"))
+
+
+def _escaped_json(text: str) -> str:
+    """The same document. JSON itself lets some control characters stand."""
+    return "\n".join(
+        line
+        if line.isprintable()
+        else "".join(one if one.isprintable() else json.dumps(one)[1:-1] for one in line)
+        for line in text.split("\n")
+    )
 
 
 def _put(stream: TextIO | None, text: str) -> None:

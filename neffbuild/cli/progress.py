@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from neffbuild.cli import output
-from neffbuild.config.lines import shown
+from neffbuild.config.printable import shown
 from neffbuild.farm.outcomes import (
     Event,
     FarmStarted,

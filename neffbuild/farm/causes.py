@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from neffbuild.config.errors import ConfigError, NeffbuildError, StoreError
+from neffbuild.config.printable import printable
 from neffbuild.farm.outcomes import Cause, CauseKind
 
 _LONGEST_TEXT = 400
@@ -158,17 +159,6 @@ def _described(error: BaseException) -> str:
         text = ""  # its own `__str__` fails
     text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"
-
-
-def printable(text: str) -> str:
-    """One line that any file and any terminal takes: no bytes that are no text, no control sequences."""
-    return shown(" ".join(text.split()))
-
-
-def shown(line: str) -> str:
-    """A line with its spaces, and escapes for what would move a terminal's cursor."""
-    whole = line.expandtabs().encode("utf-8", "backslashreplace").decode()
-    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in whole)
 
 
 def _program(command: Any) -> str:

@@ -6,19 +6,14 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Any
 
 from neffbuild.cache.canonical import canonical_json
-from neffbuild.config.documents import parse_json_text, read_text
 from neffbuild.config.errors import ConfigError
 from neffbuild.grid.shapes import Family
 from neffbuild.report.rows import UnitRow
+from neffbuild.report.run_files import RunReport, ShardOfRun
 
-_MAX_BYTES = 256 << 20
-_MOST_SHARDS = 100_000
 _BEST_FIRST = ("built", "cached", "failed", "cancelled", "skipped")
 _FAMILIES = {family.value: number for number, family in enumerate(Family)}
 _LABEL = re.compile(r"_([a-z]+)([0-9]+)")
@@ -26,53 +21,6 @@ _ORDER = ("kv", "b", "s", "ctx")
 """The numbers in a bucket name, in the order in which a plan's loops are nested."""
 _COLUMNS = tuple(field.name for field in fields(UnitRow))
 _SUMMED = ("hits", "published", "faults")
-
-
-class _Part(BaseModel):
-    # What later versions add passes through.
-    model_config = ConfigDict(extra="allow", strict=True)
-
-
-class _Unit(_Part):
-    bucket_name: str
-    family: str
-    key: str | None = Field(pattern=r"^[0-9a-f]{64}$")
-    outcome: Literal["built", "cached", "failed", "cancelled", "skipped"]
-    compile_seconds: float | None = Field(ge=0)
-    peak_memory_bytes: int | None = Field(ge=0)
-    artifact_bytes: int | None = Field(ge=0)
-
-
-class _Remote(_Part):
-    url: str
-    mode: Literal["rw", "ro"]
-    readable: bool
-    hits: int = Field(ge=0)
-    published: int = Field(ge=0)
-    faults: int = Field(ge=0)
-    last_fault: str | None
-
-
-class _Shard(_Part):
-    index: int = Field(ge=1)
-    count: int = Field(ge=1, le=_MOST_SHARDS)
-    of_units: int = Field(ge=0)
-
-
-class _Run(_Part):
-    wall_seconds: float = Field(ge=0)
-    absent_units: int = Field(default=0, ge=0)
-    units: list[_Unit]
-    remotes: list[_Remote] = Field(default_factory=list)
-    shard: _Shard | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RunReport:
-    """A `neffbuild.run/1` document and the file it was read from."""
-
-    source: str
-    run: _Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,54 +49,6 @@ class Merged:
         )
 
 
-def read_report(path: Path) -> RunReport:
-    """The report in a file, as `parse_report` says. Raises `ConfigError` for a file that cannot be read,
-    too."""
-    return parse_report(read_text(path, "a report", _MAX_BYTES), str(path))
-
-
-def parse_report(text: str, source: str) -> RunReport:
-    """The report that `--json` printed (or `--json-lines`: its last line) into the file `source`.
-
-    Raises `ConfigError`, naming the file, for whatever is no `neffbuild.run/1` document.
-    """
-    lines = text.strip().splitlines()
-    if not lines:
-        raise ConfigError(
-            f"{source} is empty",
-            value=source,
-            hint="the command that should have written it did not end; run it again",
-        )
-    try:
-        events = len(lines) > 1 and lines[0].startswith("{") and lines[0].endswith("}")
-        document = parse_json_text(lines[-1] if events else text)
-    except ValueError as error:
-        raise ConfigError(f"{source} is not valid JSON: {error}", value=source) from error
-    schema = document.get("schema") if isinstance(document, dict) else None
-    if schema == "neffbuild.error/1":
-        raise ConfigError(
-            f"{source} reports no run but an error: {_message(document)}",
-            value=source,
-            hint="run that shard again, or leave its file out",
-        )
-    if schema != "neffbuild.run/1":
-        raise ConfigError(
-            f"{source} is no report: its schema is {schema!r}; allowed: 'neffbuild.run/1'",
-            value=source,
-            hint="give it what `neffbuild compile --json` or `neffbuild report --json` printed",
-        )
-    try:
-        return RunReport(source, _Run.model_validate(document))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ConfigError(
-            f"{source} is a damaged report: {where}: {first['msg']}",
-            field=where,
-            value=source,
-        ) from error
-
-
 def merge_reports(reports: Sequence[RunReport]) -> Merged:
     """Join the reports of the shards of one config.
 
@@ -157,25 +57,17 @@ def merge_reports(reports: Sequence[RunReport]) -> Merged:
     beside each other; `compile_seconds` is the sum over the units that were built. In whatever order
     reports are given, the units come out the same.
 
-    Raises `ConfigError` where reports are not of one config: two keys for one unit, or another number of
-    units.
+    Raises `ConfigError` where reports are not of one config in one split: two keys for one unit, another
+    number of units or of shards, a unit in two shards, or reports of one shard with different units.
     """
     units = _joined_units(reports)
     shards = [(report, report.run.shard) for report in reports if report.run.shard]
+    _refuse_two_splits(shards)
     # A report may itself be of several that were joined.
     expected = max(
         (len(report.run.units) + report.run.absent_units for report in reports), default=0
     )
-    for report, shard in shards:
-        first, other = shards[0][1].of_units, shard.of_units
-        if first != other:
-            raise ConfigError(
-                f"{shards[0][0].source} is a shard of {first} units, {report.source} one of {other}: "
-                "they are not of one config",
-                value=report.source,
-                hint="start every shard with the same config, options and version of neffbuild",
-            )
-        expected = max(expected, other)
+    expected = max([expected, *(shard.of_units for _, shard in shards)])
     absent = max(0, expected - len(units))
     counts = Counter(unit["outcome"] for unit in units)
     document = {
@@ -190,7 +82,9 @@ def merge_reports(reports: Sequence[RunReport]) -> Merged:
         "units": units,
         "remotes": _joined_remotes(reports),
     }
-    return Merged(document, absent, _absent([shard for _, shard in shards]) if absent else ())
+    return Merged(
+        document, absent, _absent([shard for _, shard in shards]) if absent and shards else ()
+    )
 
 
 def _joined_units(reports: Sequence[RunReport]) -> list[dict[str, Any]]:
@@ -209,7 +103,7 @@ def _joined_units(reports: Sequence[RunReport]) -> list[dict[str, Any]]:
                         value=[key, unit.key],
                         hint="`neffbuild explain CONFIG UNIT` on both machines shows where they differ",
                     )
-            found = unit.model_dump()
+            found = unit.model_dump(exclude_unset=True)
             best[name] = min(best.get(name, found), found, key=_rank)
     return sorted(best.values(), key=_place)
 
@@ -237,16 +131,57 @@ def _joined_remotes(reports: Sequence[RunReport]) -> list[dict[str, Any]]:
     return list(joined.values())
 
 
-def _absent(shards: Sequence[_Shard]) -> tuple[str, ...]:
-    """The shards that no report is of. Where there was more than one split, nobody can tell."""
-    counts = {shard.count for shard in shards}
-    if len(counts) != 1:
-        return ()
-    [count] = counts
+def _refuse_two_splits(shards: Sequence[tuple[RunReport, ShardOfRun]]) -> None:
+    """Raise `ConfigError` where these are not shards of one split: of another number of units or shards,
+    with a unit in two of them, or one shard with other units in another report."""
+    if not shards:
+        return
+    (one, first), *others = shards
+    for report, shard in others:
+        if first.of_units != shard.of_units:
+            raise _not_one_split(
+                f"{one.source} is a shard of {first.of_units} units, {report.source} one of "
+                f"{shard.of_units}: they are not of one config",
+                report,
+            )
+        if first.count != shard.count:
+            raise _not_one_split(
+                f"{one.source} is shard {first}, {report.source} shard {shard}: they are not of one split",
+                report,
+            )
+    homes: dict[tuple[str, str], tuple[RunReport, ShardOfRun]] = {}
+    held: dict[int, list[tuple[RunReport, set[tuple[str, str]]]]] = {}
+    for report, shard in shards:
+        names = {(unit.family, unit.bucket_name) for unit in report.run.units}
+        for name in names:
+            home, other = homes.setdefault(name, (report, shard))
+            if other.index != shard.index:
+                raise _not_one_split(
+                    f"unit {name[1]} is in shard {other} ({home.source}) and in shard {shard} "
+                    f"({report.source})",
+                    report,
+                )
+        # A second run of a shard may report fewer units (`--retry-failed`, `--limit`), not others.
+        for earlier, there in held.setdefault(shard.index, []):
+            if not (names <= there or there <= names):
+                raise _not_one_split(
+                    f"{earlier.source} and {report.source} are both shard {shard}, of different units",
+                    report,
+                )
+        held[shard.index].append((report, names))
+
+
+def _not_one_split(message: str, report: RunReport) -> ConfigError:
+    return ConfigError(
+        message,
+        value=report.source,
+        hint="start every shard with the same config, options, split and version of neffbuild; what is "
+        "left can be run without --shard",
+    )
+
+
+def _absent(shards: Sequence[ShardOfRun]) -> tuple[str, ...]:
+    """The shards that no report is of."""
+    count = shards[0].count
     absent = set(range(1, count + 1)) - {shard.index for shard in shards}
     return tuple(f"{index}/{count}" for index in sorted(absent))
-
-
-def _message(document: dict[str, Any]) -> str:
-    error = document.get("error")
-    return str(error.get("message")) if isinstance(error, dict) else "it does not say which"

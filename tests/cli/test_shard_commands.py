@@ -231,6 +231,36 @@ def test_a_failed_shard_names_how_to_try_it_again(project: Project) -> None:
     assert f"try again: neffbuild compile --shard {index}/2 {config}" in ran.out
 
 
+def test_merge_report_moves_no_cursor(project: Project) -> None:
+    """A report is what some other machine has written."""
+    report = {
+        "schema": "neffbuild.run/1",
+        "wall_seconds": 1.0,
+        "units": [
+            {
+                "bucket_name": "decode_b1\x1b[2J",
+                "family": "target",
+                "key": None,
+                "outcome": "failed",
+                "compile_seconds": None,
+                "peak_memory_bytes": None,
+                "artifact_bytes": None,
+                "cause": "bad\r\x9b31m\u202e",
+            }
+        ],
+    }
+    (project.root / "odd\x07.json").write_text(json.dumps(report), encoding="utf-8")
+    ran = project.run("merge-report", "odd\x07.json")
+    assert ran.status == 1
+    assert "decode_b1\\x1b[2J" in ran.out
+    assert "bad\\r\\x9b31m\\u202e" in ran.out
+    as_json = project.run("merge-report", "odd\x07.json", "--json")
+    assert as_json.document["units"] == report["units"]
+    missing = project.run("merge-report", "no\x07.json")
+    for text in (ran.out, as_json.out, missing.err):
+        assert all(line.isprintable() for line in text.splitlines())
+
+
 def test_merge_report_refuses_what_is_no_report(project: Project) -> None:
     (project.root / "broken.json").write_text("{", encoding="utf-8")
     ran = project.call("merge-report", "broken.json", "--json")

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neffbuild.config.errors import ConfigError
-from neffbuild.report.merge import Merged, merge_reports, parse_report, read_report
+from neffbuild.report.merge import Merged, merge_reports
+from neffbuild.report.run_files import parse_report, read_report
 
 OUTCOMES = ("built", "cached", "failed", "cancelled", "skipped")
 
@@ -138,14 +139,11 @@ def test_units_of_a_shard_without_a_report_are_missed() -> None:
     assert joined.absent_units == joined.document["absent_units"] == 1
     assert joined.absent_shards == ("2/3",)
     assert not joined.complete
-    # A later run of everything that is left, in one piece or in another split, has it.
+    # A later run of everything that is left has it.
     assert merged(*reports, run(unit(GRID[3]))).complete
-    assert merged(*reports, run(unit(GRID[3]), shard=shard(1, 1))).complete
     # Joined reports can be joined again.
     assert merged(joined.document).absent_units == 1
     assert merged(joined.document, run(unit(GRID[3]))).complete
-    # Of two splits nobody can tell which shard it is that is missing.
-    assert merged(*reports, run(shard=shard(1, 1))).absent_shards == ()
 
 
 def test_an_empty_shard_adds_nothing() -> None:
@@ -190,6 +188,37 @@ def test_shards_of_different_configs_are_refused() -> None:
         merged(run(shard=shard(1)), run(shard=shard(2, of_units=5)))
 
 
+@pytest.mark.parametrize(
+    ("reports", "said"),
+    [
+        (
+            [run(shard=shard(1, 3)), run(shard=shard(2, 4))],
+            "0.json is shard 1/3, 1.json shard 2/4: they are not of one split",
+        ),
+        (
+            [run(unit(GRID[0]), shard=shard(1)), run(unit(GRID[0]), shard=shard(2))],
+            f"unit {GRID[0]} is in shard 1/3 (0.json) and in shard 2/3 (1.json)",
+        ),
+        (
+            [run(unit(GRID[0]), shard=shard(2)), run(unit(GRID[1]), shard=shard(2))],
+            "0.json and 1.json are both shard 2/3, of different units",
+        ),
+    ],
+)
+def test_reports_of_no_one_split_are_refused(reports: list[dict[str, Any]], said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        merged(*reports)
+    assert refused.value.message == said
+
+
+def test_a_shard_that_was_run_again_is_no_contradiction() -> None:
+    first = run(unit(GRID[0]), unit(GRID[1], "failed"), shard=shard(1, of_units=2))
+    # As `--retry-failed` reports it.
+    assert merged(first, run(unit(GRID[1]), shard=shard(1, of_units=2))).complete
+    again = run(unit(GRID[0], "cached"), unit(GRID[1]), shard=shard(1, of_units=2))
+    assert merged(first, again).complete
+
+
 def test_the_events_of_a_run_end_in_its_report() -> None:
     event = {"schema": "neffbuild.event/1", "event": "started"}
     lines = [json.dumps(each) for each in (event, event, run(unit(GRID[0])))]
@@ -212,6 +241,17 @@ DAMAGED = {
     "an outcome there is not": (json.dumps(run(unit(GRID[0], "fine"))), "units.0.outcome"),
     "a malformed key": (json.dumps(run(unit(GRID[0], key="0" * 63))), "units.0.key"),
     "a negative time": (json.dumps(run(unit(GRID[0], compile_seconds=-1.0))), "compile_seconds"),
+    "a time beyond all": (
+        json.dumps(run(unit(GRID[0], compile_seconds=1.7e308))),
+        "1.7e+308; allowed",
+    ),
+    "a number beyond all": (
+        json.dumps(run(later=0)).replace('"later": 0', '"later": 1e400'),
+        "JSON",
+    ),
+    "a peak beyond all": (json.dumps(run(unit(GRID[0], peak_memory_bytes=10**400))), "peak_memory"),
+    "a name beyond all": (json.dumps(run(unit("decode_b" + "9" * 5000))), "bucket_name"),
+    "a cause that is none": (json.dumps(run(unit(GRID[0], cause=["x"]))), "units.0.cause is ['x']"),
     "a key twice": ('{"schema": "neffbuild.run/1", "schema": "x"}', "twice"),
     "a shard of none": (json.dumps(run(shard=shard(1, 0))), "shard.count"),
 }
