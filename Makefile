@@ -26,7 +26,7 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadgroup
 
 test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadgroup
 
 test-vllm: $(VENV)-vllm/.installed
 	$(VLLM_BIN)/python -m pytest tests/vllm
