@@ -1,7 +1,7 @@
 """Entries that were taken over from an engine's own cache, and that no plan has a unit for.
 
-They have recipes of a kind of their own, as graphs have that were met without a unit, and go with the manifest
-of the config they were adopted for.
+They have recipes of a kind of their own, as graphs have that were met without a unit, and go with the
+manifest of the config they were adopted for.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from neffbuild.cache.catalog import read_manifest
+from neffbuild.cache.manifest import Manifest
 from neffbuild.cache.recipe import SCHEMA
 from neffbuild.cache.records import read_pointer
 from neffbuild.cache.store import Store
@@ -39,6 +40,11 @@ def is_adopted(recipe: Mapping[str, Any]) -> bool:
     return recipe.get("kind") == "layout"
 
 
+def adopted_in(manifest: Manifest) -> list[str]:
+    """Keys of the entries of a manifest that were adopted: they are beside its units."""
+    return [key for key, entry in manifest.entries.items() if is_adopted(entry.recipe)]
+
+
 def adopted_before(store: Store, config: str, platform: Mapping[str, Any]) -> list[str]:
     """Keys of what was adopted for a config. For another platform it is of no use."""
     try:
@@ -48,4 +54,4 @@ def adopted_before(store: Store, config: str, platform: Mapping[str, Any]) -> li
         return []
     if manifest is None or manifest.platform != platform:
         return []
-    return [key for key, entry in manifest.entries.items() if is_adopted(entry.recipe)]
+    return adopted_in(manifest)

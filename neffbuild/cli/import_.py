@@ -7,22 +7,31 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from neffbuild.cli import options, output, trust
+from neffbuild.cli import layouts, options, output, trust
 from neffbuild.config.errors import ConfigError, IntegrityError
 
 if TYPE_CHECKING:
     from neffbuild.cache.importing import Imported
+    from neffbuild.cache.layouts.layout import Layout
+    from neffbuild.config.build import CacheConfig
 
 _SHOWN = 40
 
 
 @click.command(name="import")
 @click.argument("source", metavar="DIR | TAR")
+@layouts.layout_options(
+    "Take over an engine's own cache, of this layout, in place of a neffbuild directory",
+    "Take over the traces of PyTorch's precompile cache below DIR too: pickles, made by whoever filled it.",
+)
 @trust.reading_options()
 @options.cache_option
 @options.json_option
 def command(
     source: str,
+    layout_name: str | None,
+    nki_cache: Path | None,
+    traces: Path | None,
     config_file: Path | None,
     keys: tuple[str, ...],
     require_signature: bool,
@@ -37,6 +46,9 @@ def command(
     what is missing is copied: an import that was interrupted goes on.
 
     Where signatures are required, only manifests with signed provenance and their units come over.
+
+    With --layout, DIR is the cache of an engine: what is complete in it becomes units of the local cache that
+    `push` of the --config carries; what is incomplete, failed or locked is named and left.
     """
     from neffbuild.cache.directory import DirectoryStore
     from neffbuild.cache.import_source import open_source
@@ -45,6 +57,9 @@ def command(
     from neffbuild.config.build import cache_directory
 
     settings = trust.cache_settings(config_file, cache, keys, require_signature)
+    layout = layouts.chosen(layout_name, nki_cache, with_traces=traces)
+    if layout is not None:
+        return _take_over(layout, source, traces, config_file, settings, as_json)
     believed = trust.trust_of(settings)
     local = DirectoryStore(cache_directory(settings))
     with open_source(_path(source), local) as opened, progress_line("import") as progress:
@@ -54,6 +69,24 @@ def command(
     else:
         output.write(_text(source, imported))
     return IntegrityError.exit_status if imported.problems else 0
+
+
+def _take_over(
+    layout: Layout,
+    source: str,
+    traces: Path | None,
+    config_file: Path | None,
+    settings: CacheConfig,
+    as_json: bool,
+) -> int:
+    from neffbuild.cli.adoption import adoption_document, adoption_text, take_over
+
+    taken = take_over(layout, _path(source), traces, config_file, settings)
+    if as_json:
+        output.print_json(adoption_document(source, taken))
+    else:
+        output.write(adoption_text(source, taken))
+    return IntegrityError.exit_status if taken.refused else 0
 
 
 def _path(source: str) -> Path:

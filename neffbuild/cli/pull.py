@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from neffbuild.cli import options, output, trust
+from neffbuild.cli import layouts, options, output, trust
 from neffbuild.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,6 +33,16 @@ _log = logging.getLogger(__name__)
     "repeatable (default: what suits this host).",
 )
 @click.option("--allow-partial", is_flag=True, help="Pull even if units of the plan are missing.")
+@layouts.layout_options(
+    "Then write what was pulled into an engine's own cache, of this layout",
+    "Write traces of PyTorch's precompile cache below DIR too: pickles, so only with a believed signature.",
+)
+@click.option(
+    "--into",
+    type=layouts.Folder(),
+    metavar="DIR",
+    help="With --layout: the folder that holds the engine's entries.",
+)
 @click.option(
     "--jitter",
     metavar="DURATION",
@@ -53,6 +63,10 @@ def command(
     digest: str | None,
     wanted: tuple[str, ...],
     allow_partial: bool,
+    layout_name: str | None,
+    nki_cache: Path | None,
+    traces: Path | None,
+    into: Path | None,
     jitter: str | None,
     ready_file: Path | None,
     config_file: Path | None,
@@ -69,8 +83,12 @@ def command(
 
     Where a tag has several platforms, the one is taken that suits this host and, with --config, what
     the config asks for. What is here already is not fetched again: a pull that was interrupted goes on.
+
+    With --layout and --into, an engine that looks in DIR then finds hits: only what it lacks is written, each
+    entry whole or not at all; one that a live process is at work on is left to it (exit status 1).
     """
     from neffbuild.cache import ready
+    from neffbuild.cache.adopted import adopted_in
     from neffbuild.cache.canonical import is_digest
     from neffbuild.cache.directory import DirectoryStore
     from neffbuild.cache.open import open_store
@@ -89,22 +107,25 @@ def command(
             hint="`neffbuild push` prints the digest of the index it wrote",
         )
     settings = trust.cache_settings(config_file, cache, keys, require_signature, min_sequence)
+    layout = layouts.chosen(layout_name, nki_cache, into=into, with_traces=traces)
+    layouts.check_handing_out(layout, into, traces, settings)
     fit = _named(wanted) if wanted else _suited(config_file)
     if ready_file is not None:
         ready.withdraw(ready_file)
     if jitter is not None:
         _wait(jitter)
+    local = DirectoryStore(cache_directory(settings))
     with progress_line("pull") as progress:
         pulled = pull(
             open_store(url),
-            DirectoryStore(cache_directory(settings)),
+            local,
             trust.tag_ref(tag, config_file, settings) if tag else str(digest),
             fit=fit,
             trust=trust.trust_of(settings),
             allow_partial=allow_partial,
             progress=progress,
         )
-    units = len(pulled.manifest.entries)
+    units, adopted = len(pulled.manifest.entries), len(adopted_in(pulled.manifest))
     document = {
         "schema": "neffbuild.pull/1",
         "url": url,
@@ -112,22 +133,32 @@ def command(
         "sequence": pulled.statement.sequence if pulled.statement else None,
         "platform": pulled.manifest.platform,
         "units": units,
+        "adopted": adopted,
         "missing": len(pulled.manifest.missing),
         "blobs_copied": pulled.blobs_copied,
         "bytes_copied": pulled.bytes_copied,
     }
-    if ready_file is not None:
+    handed = None
+    if layout is not None and into is not None:
+        handed = layouts.hand_out_manifest(layout, local, pulled.manifest, into, nki_cache, traces)
+        document["layout"] = handed.document()
+    complete = handed is None or handed.hits
+    if ready_file is not None and complete:
         ready.announce(ready_file, document)
     if as_json:
         output.print_json(document)
     else:
         output.write(
-            f"pulled {counted(units, 'unit')} from {url} "
+            f"pulled {counted(units - adopted, 'unit')}"
+            + (f" and {adopted} adopted from an engine's cache" if adopted else "")
+            + f" from {url} "
             f"({pulled.blobs_copied} blobs, {size(pulled.bytes_copied)} copied)"
         )
         if pulled.manifest.missing:
             output.write(f"{len(pulled.manifest.missing)} more units of the plan are missing there")
-    return 0
+        if handed is not None:
+            output.write(layouts.handed_out_text(handed))
+    return 0 if complete else 1
 
 
 def _suited(config_file: Path | None) -> HostFit:

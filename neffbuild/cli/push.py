@@ -45,6 +45,7 @@ def command(
     With --key the tag is signed, and so is the provenance of the manifest. Prints the digest of the
     index, which `neffbuild pull URL --digest` takes as well as the tag.
     """
+    from neffbuild.cache.adopted import adopted_in
     from neffbuild.cache.open import open_store
     from neffbuild.cache.plan import Status, store_plan_manifest
     from neffbuild.cache.tag import TagRef
@@ -91,6 +92,7 @@ def command(
             progress=progress,
         )
     statement = pushed.statement.document() if pushed.statement else {}
+    adopted = len(adopted_in(manifest))
     if as_json:
         output.print_json(
             {
@@ -104,16 +106,20 @@ def command(
                 "expires": statement.get("expires"),
                 "signed_by": signing.keyid if signing else None,
                 "units": len(manifest.entries),
+                "adopted": adopted,
                 "units_fetched": fetched,
                 "blobs_copied": pushed.blobs_copied,
                 "bytes_copied": pushed.bytes_copied,
             }
         )
     else:
-        stored, units = len(manifest.entries), len(manifest.entries) + len(manifest.missing)
+        stored = len(manifest.entries) - adopted
+        units = stored + len(manifest.missing)
         if fetched:
             output.write(f"fetched {counted(fetched, 'unit')} from where they were compiled")
         what = f"{stored} of {units} units" if manifest.missing else counted(units, "unit")
+        if adopted:
+            what += f" and {adopted} adopted from an engine's cache"
         output.write(
             f"pushed {what} to {url}"
             + (f" as {ref}" if ref else "")

@@ -20,6 +20,7 @@ def documents(compiled: Project, tmp_path_factory: pytest.TempPathFactory) -> di
     project = compiled
     remote = str(tmp_path_factory.mktemp("json") / "remote")
     spec = project.write("spec.yaml", toolchain=INDUCTOR, speculative_config=EAGLE3)
+    neuron = project.write("neuron.yaml", toolchain={"name": "neuronx", "target": "trn2"})
     report = project.call("report", "config.yaml", "--json").out
     (project.root / "report.json").write_text(report, encoding="utf-8")
     lines = [
@@ -36,6 +37,7 @@ def documents(compiled: Project, tmp_path_factory: pytest.TempPathFactory) -> di
         ["pull", remote, "--tag", "default:t", "--cache", f"{remote}-cache"],
         ["verify", remote],
         ["import", remote, "--cache", f"{remote}-imported"],
+        ["env", neuron],
         ["keygen", "--out", f"{remote}-key"],
         ["promote", remote, "--from", "default:t", "--to", "default:stable"],
         ["diff", remote, "--from", "default:t", "--to", "default:stable"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from itertools import pairwise
 
 from neffbuild.cache.layouts.layout import safe_word
 
@@ -15,7 +16,7 @@ def compile_target(data: bytes) -> str | None:
     except ValueError:  # a quote that is not closed
         words = text.split()
     target = None
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in pairwise((*words, "")):
         if word == "--target":
             target = safe_word(following, 32)
         elif word.startswith("--target="):
