@@ -36,6 +36,7 @@ _COMMANDS = {
     "explain": "The recipe of a unit, ingredient by ingredient, or the difference of two.",
     "diff": "Which units differ between two tags of a store.",
     "replay": "Run decode steps through the dispatcher and count what they read.",
+    "env": "The environment in which an engine serves from its filled cache.",
     "keygen": "Make a key pair to sign tags with.",
     "doctor": "What is installed, which toolchains can run here and why not.",
 }
