@@ -30,7 +30,8 @@ class ToolchainConfig(_Section):
     """`toolchain:` which compiler, for what, and the exact versions where this machine lacks it.
 
     `phases` says which steps the worker has programs for where its role in KV transfer does not, or
-    other ones than its role says.
+    other ones than its role says. `hlo_dir` is a folder of captured graphs, for a toolchain and route that
+    take them from there.
     """
 
     name: _NonEmpty = "inductor"
@@ -40,6 +41,7 @@ class ToolchainConfig(_Section):
     versions: dict[str, _NonEmpty] = Field(default_factory=dict)
     flags: tuple[_NonEmpty, ...] = ()
     phases: Literal["decode", "prefill", "both"] | None = None
+    hlo_dir: _NonEmpty | None = None
 
 
 class RemoteConfig(_Section):

@@ -47,8 +47,9 @@ def load_config(path: Path, overrides: Overrides | None = None) -> BuildConfig:
     with findings.stage():
         sections = _sections(document, findings)
     base = path.parent.absolute()
-    if "cache" in sections:
-        sections["cache"] = _absolute_paths(sections["cache"], base)
+    for name in ("cache", "toolchain"):
+        if name in sections:
+            sections[name] = _absolute_paths(sections[name], base)
     return _build(sections, overrides or {}, base, findings)
 
 
@@ -139,9 +140,11 @@ def _instead(name: object, document: Mapping[str, Any]) -> str | None:
 
 
 def _absolute_paths(fields: Mapping[str, Any], base: Path) -> dict[str, Any]:
-    """`cache.local`, `cache.keys` and the directories among `cache.remotes`, relative to `base` no
-    more."""
+    """`cache.local`, `cache.keys`, the directories among `cache.remotes` and `toolchain.hlo_dir`, relative
+    to `base` no more."""
     absolute = dict(fields)
+    if isinstance(graphs := fields.get("hlo_dir"), str) and graphs:
+        absolute["hlo_dir"] = str(expanded_path(graphs, base))
     if isinstance(keys := fields.get("keys"), list | tuple):
         absolute["keys"] = [
             str(expanded_path(key, base)) if isinstance(key, str) and key else key for key in keys

@@ -28,6 +28,16 @@ from neffbuild.toolchain.neuronx.neff_payload import (
 
 RAW, GZIP = 1, 2
 """Values of `pkg_version`."""
+__all__ = [
+    "Neff",
+    "NeffError",
+    "NeffHeader",
+    "NeffMember",
+    "parse_neff",
+    "read_neff",
+    "read_neff_file",
+]
+
 _LAYOUT = struct.Struct("<QQQQQ128sI32s16s256sI64sQI468s")
 _HASH_OFFSET = 0xAC
 _GZIP_MAGIC = b"\x1f\x8b"
