@@ -1,0 +1,101 @@
+"""What there is of Neuron on this host, and what it suits; nothing of Neuron's is imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from neffbuild.cache.index import Fit
+from neffbuild.toolchain.base import Finding
+from neffbuild.toolchain.neuronx.routes import COMPILER
+from neffbuild.toolchain.neuronx.target import LOGICAL_CORES, TARGET_OVERRIDE, TARGETS
+from neffbuild.toolchain.neuronx.versions import (
+    compiler_path,
+    compiler_version,
+    installed_versions,
+)
+
+_DEVICE = Path("/dev/neuron0")
+_RUNTIME = Path("/opt/aws/neuron/lib/libnrt.so.1")
+"""Where the package aws-neuronx-runtime-lib puts it."""
+_OF_ENGINES = ("nki", "libtorch-neuronx-lite", "torch-neuronx", "vllm-neuron")
+"""Tools whose versions are in the keys that an engine looks its own cache up by."""
+_CAPTURE = ("torch", "torch-mlir")
+
+
+def runtime_refusal() -> str:
+    """Why NEFFs are not loaded here."""
+    if not _RUNTIME.exists() or not _DEVICE.exists():
+        missing = _RUNTIME if not _RUNTIME.exists() else _DEVICE
+        return f"NEFFs run on a host with Neuron's runtime and a Neuron device: there is no {missing} here"
+    return "neffbuild does not run NEFFs itself: vLLM Neuron loads them from its compile cache at its start"
+
+
+def host_fit(platform: Mapping[str, Any]) -> Fit:
+    """See `Toolchain.fit`. Without a device a host says nothing of chips, so nothing is ruled out; the
+    variables that the engine reads do, and versions of its packages that are installed."""
+    chip, _, grouping = str(platform.get("target")).partition("+lnc")
+    if chip not in TARGETS:
+        return Fit(f"its target is {platform.get('target')!r:.50}")
+    here = os.environ.get(TARGET_OVERRIDE)
+    if here and here != chip:
+        return Fit(f"{TARGET_OVERRIDE} is {here} here")
+    lnc, said = grouping or str(TARGETS[chip][0]), os.environ.get(LOGICAL_CORES)
+    if said and said != lnc:
+        return Fit(f"{LOGICAL_CORES} is {said} here, and it is for {lnc}")
+    versions = platform.get("versions")
+    if isinstance(versions, Mapping):
+        for tool, installed in installed_versions(_OF_ENGINES).items():
+            if tool in versions and versions[tool] != installed:
+                return Fit(f"{tool} {installed} is installed here")
+    # The grouping that nobody asked for otherwise is the one to run.
+    return Fit(None, 0 if grouping else 1)
+
+
+def neuronx_findings() -> list[Finding]:
+    """What is installed, a line each."""
+    return [_compiler(), *_capture(), *_device()]
+
+
+def _compiler() -> Finding:
+    path = compiler_path()
+    if path is None:
+        hint = "install neuronx-cc from Neuron's package repository; planning and pulling need none"
+        return Finding(COMPILER, False, "not on PATH", hint)
+    version = compiler_version()
+    if version is None:
+        hint = f"run `{COMPILER} --version`, which must name one"
+        return Finding(COMPILER, False, f"{path} does not say its version", hint)
+    return Finding(COMPILER, True, f"{version}, {path}")
+
+
+def _capture() -> list[Finding]:
+    found = installed_versions(_CAPTURE)
+    hint = "pip install 'neffbuild[neuron]'"
+    return [
+        Finding(tool, True, found[tool], needed=False)
+        if tool in found
+        else Finding(
+            tool,
+            False,
+            "not installed: the reference decoder cannot be captured",
+            hint,
+            needed=False,
+        )
+        for tool in _CAPTURE
+    ]
+
+
+def _device() -> list[Finding]:
+    return [
+        Finding(
+            subject,
+            path.exists(),
+            str(path) if path.exists() else f"no {path}; compiling needs none",
+            "serve on a Trainium or Inferentia instance",
+            needed=False,
+        )
+        for subject, path in (("Neuron device", _DEVICE), ("Neuron runtime", _RUNTIME))
+    ]

@@ -1,0 +1,81 @@
+"""What the neuronx toolchain does not build, and where it cannot; nothing of Neuron's needed to say it."""
+
+from __future__ import annotations
+
+import os
+
+from neffbuild.config.build import BuildConfig
+from neffbuild.config.errors import ConfigError
+from neffbuild.grid.phases import Phase, served_phases
+from neffbuild.grid.shapes import DecodeShape, Shape
+from neffbuild.toolchain.neuronx.identity import neuronx_identity
+from neffbuild.toolchain.neuronx.routes import COMPILER, NATIVE, REFERENCE, Route, route_of
+from neffbuild.toolchain.neuronx.versions import compiler_path, version_mismatches
+
+_PARALLEL_SIZES = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "decode_context_parallel_size",
+)
+
+
+def config_refusal(config: BuildConfig) -> str | None:
+    """Why no unit of the config can be built on any host."""
+    try:
+        neuronx_identity(config)
+        return graph_refusal(config, route_of(config.toolchain, os.environ))
+    except ConfigError as error:
+        return error.message
+
+
+def shape_refusal(config: BuildConfig, shape: Shape) -> str | None:
+    """Why one shape of a config that can be built cannot."""
+    if config.toolchain.engine == REFERENCE and not isinstance(shape, DecodeShape):
+        return f"the reference decoder has decode steps only, {shape.bucket_name} is a {shape.family} one"
+    return None
+
+
+def host_refusal(config: BuildConfig) -> str | None:
+    """Why this host cannot compile what it might plan."""
+    identity = neuronx_identity(config)
+    route = route_of(config.toolchain, os.environ)
+    if compiler_path() is None:
+        return f"{COMPILER} is not on PATH"
+    if mismatches := version_mismatches(identity.versions, route.here):
+        return f"this host is not what the plan was made for: {'; '.join(mismatches)}"
+    return "; ".join(identity.unresolved) or None
+
+
+def graph_refusal(config: BuildConfig, route: Route) -> str | None:
+    """Why there are no graphs of the config's to compile."""
+    if route.engine == REFERENCE:
+        return _reference_refusal(config)
+    graphs = config.toolchain.hlo_dir
+    if route.name == NATIVE:
+        return (
+            "vLLM Neuron's graphs of the route native are captured by its own start, which neffbuild does "
+            f"not run: set toolchain.engine to {REFERENCE} for our own decoder's, or toolchain.route to xla "
+            "and toolchain.hlo_dir to graphs that it has captured"
+        )
+    if graphs is None:
+        return (
+            "the route xla compiles graphs that vLLM Neuron has captured: set toolchain.hlo_dir to the "
+            "folder of its graph.hlo files"
+        )
+    return None
+
+
+def _reference_refusal(config: BuildConfig) -> str | None:
+    for name in _PARALLEL_SIZES:
+        if (size := getattr(config.serve, name)) > 1:
+            return (
+                f"the reference decoder is built for one rank only: {name} is {size}, set it to 1"
+            )
+    if config.toolchain.hlo_dir is not None:
+        return (
+            "toolchain.hlo_dir holds graphs of vLLM Neuron's, and toolchain.engine is "
+            f"{REFERENCE}: leave one of them out"
+        )
+    if Phase.PREFILL in served_phases(config, prefill_programs=True):
+        return "the reference decoder has no prefill programs: set toolchain.phases to decode"
+    return None

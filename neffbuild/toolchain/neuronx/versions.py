@@ -1,0 +1,95 @@
+"""Which versions of Neuron's tools are installed, found out without importing any."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+from neffbuild.config.build import ToolchainConfig
+from neffbuild.config.errors import ConfigError
+from neffbuild.toolchain.neuronx.routes import COMPILER, Route
+
+_SECONDS = 60
+_SAID = re.compile(r"version\s+v?(\d+(?:\.\d+)+)")
+
+
+def planned_versions(toolchain: ToolchainConfig, route: Route) -> dict[str, str]:
+    """Tool → version of the route's tools: as pinned, else as installed; a tool of which neither is
+    known is absent. What follows a `+` is left out: the build is named before it.
+
+    Raises `ConfigError` for a pin of what is none of them.
+    """
+    for tool in toolchain.versions:
+        if tool not in route.tools:
+            raise ConfigError(
+                f"there is no tool {tool!r} to pin for engine {route.engine} on the route "
+                f"{route.name}; its tools: {', '.join(route.tools)}",
+                field=f"toolchain.versions.{tool}",
+                value=toolchain.versions[tool],
+                hint="remove the pin",
+            )
+    known = {tool: _build(pinned) for tool, pinned in toolchain.versions.items()}
+    wanted = [tool for tool in route.tools if tool not in known]
+    known |= installed_versions(wanted)
+    return {tool: known[tool] for tool in route.tools if tool in known}
+
+
+def installed_versions(tools: Iterable[str]) -> dict[str, str]:
+    """Tool → version of those that are installed here."""
+    found = {
+        tool: _distribution(tool) or (compiler_version() if tool == COMPILER else None)
+        for tool in tools
+    }
+    return {tool: version for tool, version in found.items() if version is not None}
+
+
+def version_mismatches(planned: Mapping[str, str], tools: Iterable[str]) -> list[str]:
+    """Why this host is not the one that `planned` describes, a line for each of `tools`; of the compiler
+    it is the program on PATH that counts."""
+    tools = tuple(tools)
+    found = installed_versions(tool for tool in tools if tool != COMPILER)
+    if compiler := compiler_version():
+        found[COMPILER] = compiler
+    return [
+        f"{tool} {planned[tool]} is planned, {found.get(tool, 'none')} is installed"
+        for tool in tools
+        if tool in planned and _build(planned[tool]) != found.get(tool)
+    ]
+
+
+def compiler_path() -> str | None:
+    """Where neuronx-cc is, by PATH; None where it is not."""
+    return shutil.which(COMPILER)
+
+
+def compiler_version() -> str | None:
+    """What the neuronx-cc on PATH says its version is; None where there is none, or it does not say."""
+    path = compiler_path()
+    return None if path is None else _ask(path)
+
+
+@cache
+def _ask(path: str) -> str | None:
+    try:
+        done = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=_SECONDS, check=True
+        )
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    said = _SAID.search(done.stdout) or _SAID.search(done.stderr)
+    return said[1] if said else None
+
+
+def _distribution(tool: str) -> str | None:
+    try:
+        return _build(version(tool))
+    except PackageNotFoundError:
+        return None
+
+
+def _build(full: str) -> str:
+    return full.partition("+")[0]
