@@ -39,14 +39,15 @@ class Shard:
 class _Scheduler:
     """How a scheduler tells a machine which of how many it is, in environment variables.
 
-    `first` is the number of its first machine, or the variable that holds it; `step` the variable that
-    holds how far apart numbers are.
+    `first` is the number of its first machine, or the variable that holds it; `last` and `step` the
+    variables that hold the number of the last one and how far apart numbers are.
     """
 
     name: str
     index: str
     total: str | None
     first: int | str = 0
+    last: str | None = None
     step: str | None = None
 
 
@@ -57,6 +58,7 @@ _SCHEDULERS = (
         "SLURM_ARRAY_TASK_ID",
         "SLURM_ARRAY_TASK_COUNT",
         first="SLURM_ARRAY_TASK_MIN",
+        last="SLURM_ARRAY_TASK_MAX",
         step="SLURM_ARRAY_TASK_STEP",
     ),
     _Scheduler("a Kubernetes Indexed Job", "JOB_COMPLETION_INDEX", None),
@@ -69,9 +71,9 @@ _SCHEDULERS = (
 def parse_shard(text: str, environment: Mapping[str, str]) -> Shard:
     """The shard that `--shard` names: `I/N`, or `auto` and `auto/N` as `environment` says.
 
-    The total comes from `auto/N`, else the scheduler's own variable, else `$NEFFBUILD_SHARDS`. Raises
-    `ConfigError` for anything else, and where what the environment says is missing, ambiguous or
-    contradicts itself.
+    The total comes from `auto/N`, the scheduler's own variable or `$NEFFBUILD_SHARDS`, which have to agree
+    as far as they are there. Raises `ConfigError` for anything else, and where what the environment says
+    is missing, ambiguous or contradicts itself.
     """
     first, slash, total = text.partition("/")
     count = _whole(total) if slash else None
@@ -120,9 +122,9 @@ def _detected(environment: Mapping[str, str], given: int | None, text: str) -> S
             hint="name it: --shard 3/8",
         )
     if len(set(found.values())) > 1:
-        said = " and ".join(f"{name} that this is {shard}" for name, shard in found.items())
+        said = ", ".join(f"shard {shard} by {name}" for name, shard in found.items())
         raise ConfigError(
-            f"--shard {text}: {said}",
+            f"--shard {text}: schedulers disagree which shard this is: {said}",
             field="--shard",
             value=text,
             hint="name the shard: --shard 3/8",
@@ -132,16 +134,21 @@ def _detected(environment: Mapping[str, str], given: int | None, text: str) -> S
 
 def _told(one: _Scheduler, environment: Mapping[str, str], given: int | None, text: str) -> Shard:
     """The shard by the variables of one scheduler."""
-    told = _variable(environment, one.total) if one.total else None
-    if given is not None and told is not None and given != told:
+    totals = {
+        f"--shard {text}": given,
+        str(one.total): _variable(environment, one.total) if one.total else None,
+        TOTAL_VARIABLE: _variable(environment, TOTAL_VARIABLE),
+    }
+    said = {source: number for source, number in totals.items() if number is not None}
+    if len(set(said.values())) > 1:
+        numbers = ", ".join(f"{number} by {source}" for source, number in said.items())
         raise ConfigError(
-            f"--shard {text}: {one.name} says there are {told} ({one.total})",
+            f"--shard {text}: it is not clear how many shards there are: {numbers}",
             field="--shard",
             value=text,
             hint="start as many as the split is made for, or name the shard: --shard 3/8",
         )
-    totals = (given, told, _variable(environment, TOTAL_VARIABLE))
-    total = next((number for number in totals if number is not None), None)
+    total = next(iter(said.values()), None)
     if total is None:
         missing = f"{one.total} is not set" if one.total else "it sets no variable for that"
         raise ConfigError(
@@ -162,6 +169,17 @@ def _told(one: _Scheduler, environment: Mapping[str, str], given: int | None, te
             value=text,
             hint="name the shard: --shard 3/8",
         )
+    if one.last is not None:
+        last = _required(environment, one.last)
+        if (last - first) // (step or 1) + 1 != total:
+            # Numbers with holes: some parts would be nobody's, and some machines have none.
+            raise ConfigError(
+                f"--shard {text}: {one.name} counts {total} tasks, whose numbers are not all those from "
+                f"{first} to {last}" + (f" in steps of {step}" if step and step > 1 else ""),
+                field="--shard",
+                value=text,
+                hint="number them without holes (--array=1-8), or name the shard: --shard 3/8",
+            )
     return _checked(place + 1, total, text, f"--shard {text}: {what}, shard {place + 1} of {total}")
 
 

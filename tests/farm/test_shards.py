@@ -125,8 +125,14 @@ def test_the_ends_of_an_array_are_its_first_and_last_shard() -> None:
         ({"CI_NODE_TOTAL": "1"}, "auto", "no scheduler says which shard this is"),
         ({"JOB_COMPLETION_INDEX": "2"}, "auto", "does not say how many shards there are"),
         ({"AWS_BATCH_JOB_ARRAY_INDEX": "2"}, "auto", "AWS_BATCH_JOB_ARRAY_SIZE is not set"),
-        (AWS, "auto/9", "AWS Batch says there are 8"),
-        ({**AWS, **CIRCLE, "CIRCLE_NODE_TOTAL": "9"}, "auto", "and CircleCI that this is 3/9"),
+        (AWS, "auto/9", "shards there are: 9 by --shard auto/9, 8 by AWS_BATCH_JOB_ARRAY_SIZE"),
+        (KUBERNETES, "auto/3", "shards there are: 3 by --shard auto/3, 8 by NEFFBUILD_SHARDS"),
+        ({**AWS, "NEFFBUILD_SHARDS": "3"}, "auto", "8 by AWS_BATCH_JOB_ARRAY_SIZE, 3 by NEFFBUILD"),
+        (
+            {**AWS, **CIRCLE, "CIRCLE_NODE_TOTAL": "9"},
+            "auto",
+            "disagree which shard this is: shard 3/8 by AWS Batch, shard 3/9 by CircleCI",
+        ),
         (
             {**AWS, "AWS_BATCH_JOB_ARRAY_INDEX": "x"},
             "auto",
@@ -138,6 +144,7 @@ def test_the_ends_of_an_array_are_its_first_and_last_shard() -> None:
         ({**SLURM, "SLURM_ARRAY_TASK_ID": "7"}, "auto", "numbered from 1 to 8, not 0"),
         ({**SLURM, "SLURM_ARRAY_TASK_STEP": "0"}, "auto", "no step of 0 from 10"),
         ({**SLURM, "SLURM_ARRAY_TASK_MIN": ""}, "auto", "SLURM_ARRAY_TASK_MIN is ''"),
+        ({**SLURM, "SLURM_ARRAY_TASK_MAX": ""}, "auto", "SLURM_ARRAY_TASK_MAX is ''"),
         ({**KUBERNETES, "NEFFBUILD_SHARDS": "many"}, "auto", "NEFFBUILD_SHARDS is 'many'"),
     ],
 )
@@ -148,6 +155,26 @@ def test_what_schedulers_leave_open_is_refused(
         parse_shard(text, environment)
     assert said in refused.value.message
     assert refused.value.hint
+
+
+@given(numbers=st.sets(st.integers(0, 20), min_size=1, max_size=6), step=st.integers(1, 3))
+def test_arrays_with_holes_lose_no_unit(numbers: set[int], step: int) -> None:
+    """`--array=1,3,7`: every task is refused, or the tasks have all shards between them."""
+    environment = {
+        "SLURM_ARRAY_TASK_COUNT": str(len(numbers)),
+        "SLURM_ARRAY_TASK_MIN": str(min(numbers)),
+        "SLURM_ARRAY_TASK_MAX": str(max(numbers)),
+        "SLURM_ARRAY_TASK_STEP": str(step),
+    }
+    found, refused = set(), 0
+    for number in numbers:
+        try:
+            found.add(parse_shard("auto", {**environment, "SLURM_ARRAY_TASK_ID": str(number)}))
+        except ConfigError:
+            refused += 1
+    assert refused or found == {Shard(index, len(numbers)) for index in range(1, len(numbers) + 1)}
+    if step == 1 and len(numbers) < max(numbers) - min(numbers) + 1:
+        assert not found
 
 
 def test_two_schedulers_that_agree_are_believed() -> None:
