@@ -1,4 +1,4 @@
-"""`neffbuild diff`: what differs between two tags of a store, unit by unit."""
+"""`neffbuild diff`: what differs between two tags of a store, or between a plan and an engine."""
 
 from __future__ import annotations
 
@@ -11,43 +11,131 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from neffbuild.cli import options, output, trust
+from neffbuild.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from neffbuild.cache.compare import Change, PlatformDifference, UnitDifference, UnitVersion
+    from neffbuild.config.build import CacheConfig
 
 _MARKS: dict[Change, str] = {"added": "+", "removed": "-", "changed": "~"}
 
 
 @click.command(name="diff")
-@click.argument("url")
-@click.option("--from", "from_", required=True, metavar="NAME:TAG|D", help="A tag or a digest.")
-@click.option("--to", required=True, metavar="NAME:TAG|D", help="A tag or a digest.")
-@click.option("--check", is_flag=True, help="Exit with status 1 when units differ.")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="URL | CONFIG")
+@click.option("--from", "from_", metavar="NAME:TAG|D", help="Of a URL, a tag or a digest.")
+@click.option("--to", metavar="NAME:TAG|D", help="Of a URL, a tag or a digest.")
+@click.option("--check", is_flag=True, help="Of a URL: exit with status 1 when units differ.")
+@click.option(
+    "--engine-log",
+    type=click.Path(path_type=Path, allow_dash=True),
+    metavar="FILE",
+    help="Of a CONFIG, the log of an engine that was started with it (-: standard input).",
+)
+@click.option(
+    "--engine-cache",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Of a CONFIG, what such an engine left in its own compile cache.",
+)
 @trust.reading_options()
 @options.cache_option
 @options.json_option
 def command(
-    url: str,
-    from_: str,
-    to: str,
+    words: tuple[str, ...],
+    from_: str | None,
+    to: str | None,
     check: bool,
+    engine_log: Path | None,
+    engine_cache: Path | None,
     config_file: Path | None,
     keys: tuple[str, ...],
     require_signature: bool,
     cache: Path | None,
     as_json: bool,
 ) -> int:
-    """Which units were added, removed or changed between two tags of the store at URL, per platform.
+    """What differs between two tags of the store at URL, or between CONFIG's plan and an engine.
 
-    A unit has changed when its key or its artifact has. Exits 0 whatever differs, unless --check.
+    \b
+    neffbuild diff URL --from prod:1 --to prod:2
+    neffbuild diff config.yaml --engine-log serve.log
+
+    Of a URL, per platform: which units were added, removed or changed. A unit has changed when its key or
+    its artifact has. Exits 0 whatever differs, unless --check.
+
+    Of a CONFIG: which programs the engine compiles that are not planned, which planned ones it does not,
+    and which have another width. Exits 1 when something differs.
     """
+    if engine_log is not None or engine_cache is not None:
+        of_store = {
+            "--from": from_,
+            "--to": to,
+            "--check": check,
+            "--config": config_file,
+            "--key": keys,
+            "--require-signature": require_signature,
+        }
+        for option in (name for name, value in of_store.items() if value):
+            raise ConfigError(
+                f"{option} is of two tags of a store, not of a config and an engine", field=option
+            )
+        if engine_log is not None and engine_cache is not None:
+            raise ConfigError(
+                "--engine-log and --engine-cache exclude each other", field="--engine-cache"
+            )
+        return _engine_difference(words, cache, engine_log, engine_cache, as_json)
+    if len(words) != 1 or from_ is None or to is None:
+        raise _incomplete(words, from_)
+    settings = trust.cache_settings(config_file, cache, keys, require_signature)
+    return _release_difference(words[0], from_, to, settings, config_file, check, as_json)
+
+
+def _incomplete(words: tuple[str, ...], from_: str | None) -> ConfigError:
+    hint = "see `neffbuild diff --help`"
+    if not words:
+        return ConfigError("neither a URL nor a config was given", hint=hint)
+    if len(words) > 1:
+        return ConfigError(f"unexpected argument {words[1]!r} after the URL", value=words[1])
+    lacking = "--from" if from_ is None else "--to"
+    return ConfigError(
+        f"{lacking} is missing: two tags of a store are compared, or with --engine-log or --engine-cache "
+        "a config and an engine",
+        field=lacking,
+        hint=hint,
+    )
+
+
+def _engine_difference(
+    words: tuple[str, ...],
+    cache: Path | None,
+    log: Path | None,
+    entries: Path | None,
+    as_json: bool,
+) -> int:
+    from neffbuild.cli.engine_diff import compare_with_engine
+
+    document, text = compare_with_engine(words, cache, log, entries)
+    if as_json:
+        output.print_json(document)
+    else:
+        output.write(text)
+    return 1 if document["different"] else 0
+
+
+def _release_difference(
+    url: str,
+    from_: str,
+    to: str,
+    settings: CacheConfig,
+    config_file: Path | None,
+    check: bool,
+    as_json: bool,
+) -> int:
     from neffbuild.cache.compare import compare
     from neffbuild.cache.directory import DirectoryStore
     from neffbuild.cache.open import open_store
     from neffbuild.cache.release import read_release
     from neffbuild.config.build import cache_directory
 
-    settings = trust.cache_settings(config_file, cache, keys, require_signature)
     # A tag to compare with may well be older than the one that is served.
     believed = replace(trust.trust_of(settings), min_sequence=0)
     remote, local = open_store(url), DirectoryStore(cache_directory(settings))

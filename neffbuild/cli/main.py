@@ -34,7 +34,7 @@ _COMMANDS = {
     "report": "Compile time, memory and artifact size of every unit.",
     "merge-report": "One report of those that shards wrote.",
     "explain": "The recipe of a unit, ingredient by ingredient, or the difference of two.",
-    "diff": "Which units differ between two tags of a store.",
+    "diff": "What differs between two tags of a store, or between a plan and an engine.",
     "replay": "Run decode steps through the dispatcher and count what they read.",
     "env": "The environment in which an engine serves from its filled cache.",
     "keygen": "Make a key pair to sign tags with.",

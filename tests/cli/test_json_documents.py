@@ -23,6 +23,7 @@ def documents(compiled: Project, tmp_path_factory: pytest.TempPathFactory) -> di
     neuron = project.write("neuron.yaml", toolchain={"name": "neuronx", "target": "trn2"})
     report = project.call("report", "config.yaml", "--json").out
     (project.root / "report.json").write_text(report, encoding="utf-8")
+    (project.root / "serve.log").write_text("Extracting 1 decode compile targets: [(8, 4096)]\n")
     lines = [
         ["plan", "config.yaml"],
         ["plan", spec],
@@ -41,6 +42,7 @@ def documents(compiled: Project, tmp_path_factory: pytest.TempPathFactory) -> di
         ["keygen", "--out", f"{remote}-key"],
         ["promote", remote, "--from", "default:t", "--to", "default:stable"],
         ["diff", remote, "--from", "default:t", "--to", "default:stable"],
+        ["diff", "config.yaml", "--engine-log", "serve.log"],
         ["gc", remote],
         ["explain", "config.yaml", "decode_b1_ctx1024"],
         ["explain", "config.yaml", "decode_b1_ctx1024", "decode_b2_ctx1024"],

@@ -1,0 +1,217 @@
+"""What a serving engine says in its log of the programs it compiles.
+
+Two engines are understood: vLLM Neuron, which lists every bucket it traces and warms up, and vLLM itself,
+which prints its compilation config and, in its own mode, the ranges of token counts it compiles for.
+Lines of several processes may be interleaved, carry colours and prefixes of whatever collected them, be
+cut off, or be no text at all; what is not understood is passed over. The order of lines means nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from neffbuild.grid.engine_settings import Settings, read_settings
+
+Pair = tuple[int, int]
+"""(num_seqs, context_len) of a decode target; (num_batched_tokens, kv_segment) of a prefill bucket."""
+
+LOOKED_FOR = (
+    'of vLLM Neuron "Extracting … decode compile targets", "Warming up … decode compile targets", '
+    '"[i/n] Warming up decode (batch=…, seq=…)", "Extracting graphs for … prefill buckets"; of vLLM '
+    '"Initializing a V1 LLM engine", "… compile range …"'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What the engine says it compiles of one phase.
+
+    `lists` are the whole lists that processes named, each once; ranks of one engine name the same.
+    `others` are targets met outside them: of a process whose list was cut off, say, of which `told` says
+    how many targets the engine has (None where it does not say).
+    """
+
+    lists: frozenset[frozenset[Pair]] = frozenset()
+    others: frozenset[Pair] = frozenset()
+    told: int | None = None
+
+    @property
+    def named(self) -> bool:
+        return bool(self.lists or self.others)
+
+    @property
+    def all(self) -> frozenset[Pair]:
+        """Every target that some process named."""
+        return self.others.union(*self.lists)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A target whose tracing or warm-up the engine says failed, in its words."""
+
+    phase: str
+    target: Pair
+    stage: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLog:
+    """All that was understood. `keys`, `hits` and `misses` are names of entries in the engine's own
+    cache; `drafts` says whether a drafter's graphs were captured; `ranges` are vLLM's compile ranges."""
+
+    decode: Targets = field(default_factory=Targets)
+    prefill: Targets = field(default_factory=Targets)
+    failures: tuple[Failure, ...] = ()
+    keys: frozenset[str] = frozenset()
+    hits: frozenset[str] = frozenset()
+    misses: frozenset[str] = frozenset()
+    drafts: bool = False
+    settings: tuple[Settings, ...] = ()
+    ranges: frozenset[Pair] = frozenset()
+
+
+# Numbers are bounded: what a log claims is no reason to compute with a million digits.
+_N = r"([0-9]{1,9})"
+_ESCAPES = re.compile(r"\x1b\[[0-9;:?]*[ -/]*[@-~]")
+_PROCESS = re.compile(r"\(([\w.:-]{1,60} pid=[0-9]{1,10})\)|\"process\": ?([0-9]{1,10})")
+_PAIR = re.compile(rf"\( ?{_N}, ?{_N} ?\)")
+_LISTS = {
+    "decode": re.compile(
+        rf"(?:Extracting|Warming up) {_N} decode compile targets: \[([^\]]*)(\])?"
+    ),
+    "prefill": re.compile(rf"Extracting graphs for {_N} prefill buckets: \[([^\]]*)(\])?"),
+}
+_ITEMS = {
+    "decode": re.compile(
+        rf"\[{_N}/{_N}\] (?:Extracting graph for|Warming up) decode \(batch={_N}, seq={_N}\)"
+    ),
+    "prefill": re.compile(
+        rf"\[{_N}/{_N}\] (?:Extracting|Warming up) for prefill: bucket_size={_N}, kv_segment_size={_N}"
+    ),
+}
+_TARGET = {
+    "decode": rf"decode \(batch={_N}, seq={_N}\)",
+    "prefill": rf"prefill bucket {_N} with kv_segment_size {_N}",
+}
+_FAILURES = {
+    phase: re.compile(
+        r"(?:Failed to|Model) (extract graph|graph extraction failed|warmup|warmup failed)(?: for)? "
+        rf"{target}(?:\. Error)?: ?(.{{0,300}})"
+    )
+    for phase, target in _TARGET.items()
+}
+_KEY = re.compile(r"Compilation cache key: ([0-9a-f]{32})\b")
+_HIT = re.compile(r"Local cache hit for key: ([0-9a-f]{32})\b")
+_MISS = re.compile(r"local compile cache miss for key:? ([0-9a-f]{32})\b")
+_DRAFTS = re.compile(r"Capturing EAGLE3 (?:decode|prefill) graphs for ")
+_RANGE = re.compile(rf"compile range \({_N}, {_N}\)")
+
+
+def read_engine_log(lines: Iterable[str]) -> EngineLog:
+    """What a log says, from its lines, in any order but that of each process's own."""
+    reader = _Reader()
+    for line in lines:
+        reader.read(line)
+    return reader.result()
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self._phases = {"decode": _Phase(), "prefill": _Phase()}
+        self._failures: dict[tuple[str, Pair, str], Failure] = {}
+        self._found: dict[str, set[str]] = {"keys": set(), "hits": set(), "misses": set()}
+        self._drafts = False
+        self._settings: dict[Settings, None] = {}
+        self._ranges: set[Pair] = set()
+
+    def read(self, line: str) -> None:
+        # A serving engine's log is mostly other things, and may be large.
+        if not any(word in line for word in _WORDS):
+            return
+        line = _ESCAPES.sub("", line)
+        process = _PROCESS.search(line)
+        tag = (process[1] or process[2]) if process else ""
+        for name, phase in self._phases.items():
+            phase.read(name, line, tag)
+            for found in _FAILURES[name].finditer(line):
+                self._fail(name, found)
+        for name, pattern in (("keys", _KEY), ("hits", _HIT), ("misses", _MISS)):
+            self._found[name].update(pattern.findall(line))
+        self._drafts = self._drafts or _DRAFTS.search(line) is not None
+        self._ranges.update((int(low), int(high)) for low, high in _RANGE.findall(line))
+        if (settings := read_settings(line)) is not None:
+            self._settings[settings] = None
+
+    def _fail(self, phase: str, found: re.Match[str]) -> None:
+        stage = "warm-up" if "warmup" in found[1] else "extraction"
+        target = (int(found[2]), int(found[3]))
+        words = "".join(one if one.isprintable() else " " for one in found[4])
+        # Said twice, as a log line and as the error that ends the engine.
+        self._failures.setdefault(
+            (phase, target, stage), Failure(phase, target, stage, words.strip())
+        )
+
+    def result(self) -> EngineLog:
+        return EngineLog(
+            decode=self._phases["decode"].targets(),
+            prefill=self._phases["prefill"].targets(),
+            failures=tuple(self._failures.values()),
+            keys=frozenset(self._found["keys"]),
+            hits=frozenset(self._found["hits"]),
+            misses=frozenset(self._found["misses"]),
+            drafts=self._drafts,
+            settings=tuple(self._settings),
+            ranges=frozenset(self._ranges),
+        )
+
+
+_WORDS = (
+    "compile targets",
+    "prefill",
+    "decode (batch",
+    "cache key: ",
+    "cache hit for key",
+    "cache miss for key",
+    "EAGLE3",
+    "compile range",
+    "Initializing a V1",
+)
+
+
+class _Phase:
+    """The targets of one phase, by process: ranks write into one log side by side."""
+
+    def __init__(self) -> None:
+        self._lists: set[frozenset[Pair]] = set()
+        self._single: defaultdict[str, set[Pair]] = defaultdict(set)
+        self._told: dict[str, int] = {}
+
+    def read(self, name: str, line: str, process: str) -> None:
+        if found := _LISTS[name].search(line):
+            pairs = _pairs(found[2])
+            if found[3] and len(pairs) == int(found[1]):
+                self._lists.add(pairs)
+            else:  # cut off, or another process wrote into it
+                self._single[process] |= pairs
+                self._told[process] = int(found[1])
+        if found := _ITEMS[name].search(line):
+            self._single[process].add((int(found[3]), int(found[4])))
+            self._told[process] = int(found[2])
+
+    def targets(self) -> Targets:
+        whole = {
+            frozenset(pairs)
+            for process, pairs in self._single.items()
+            if len(pairs) == self._told[process]
+        }
+        lists = frozenset(self._lists | whole)
+        others = frozenset().union(*self._single.values()).difference(*lists)
+        return Targets(lists, others, max(self._told.values(), default=None))
+
+
+def _pairs(text: str) -> frozenset[Pair]:
+    return frozenset((int(first), int(second)) for first, second in _PAIR.findall(text))

@@ -1,0 +1,395 @@
+"""`neffbuild diff CONFIG --engine-log FILE | --engine-cache DIR` as a user types it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_samples import EAGLE3, INDUCTOR, Project, Ran
+from engine_samples import (
+    PAIRS,
+    VLLM_WARM_UP,
+    extracting,
+    graph_inputs,
+    prefilling,
+    said,
+    steps,
+    vllm_config,
+    warming,
+    write_entry,
+)
+
+from neffbuild.config.load import load_config
+from neffbuild.grid.bucketer import Bucketer, QueryLenSupport
+from neffbuild.grid.expand import WarmUp, expand
+from neffbuild.grid.shapes import DecodeShape, Family, PrefillShape, Shape
+
+VLLM: dict[str, Any] = {
+    **INDUCTOR,
+    "engine": "vllm",
+    "target": "x86-64-v3+avx512",
+    "versions": INDUCTOR["versions"] | {"vllm": "0.32.0"},
+}
+
+
+@pytest.fixture
+def config(project: Project) -> str:
+    return project.write(toolchain=INDUCTOR)
+
+
+def with_log(project: Project, config: str, *lines: str) -> Ran:
+    (project.root / "serve.log").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return project.call("diff", config, "--engine-log", "serve.log", "--json")
+
+
+def found(ran: Ran) -> dict[str, list[str]]:
+    """Kind → names, of a comparison that found something."""
+    assert ran.status == 1, ran
+    assert ran.document["different"]
+    kinds: dict[str, list[str]] = {}
+    for one in ran.document["differences"]:
+        kinds.setdefault(one["kind"], []).append(one["name"])
+    assert {kind: len(names) for kind, names in kinds.items()} == {
+        kind: ran.document["counts"][kind] for kind in kinds
+    }
+    return kinds
+
+
+def test_an_engine_that_compiles_what_is_planned(project: Project, config: str) -> None:
+    ran = with_log(project, config, extracting(PAIRS), *warming(PAIRS))
+    assert ran.status == 0, ran
+    assert ran.document["counts"]["matching"] == 6
+    assert not ran.document["different"]
+    text = project.call("diff", config, "--engine-log", "serve.log")
+    assert text.status == 0
+    assert text.out == (
+        "config.yaml and the engine's log serve.log: 6 programs as planned, no difference\n"
+    )
+
+
+def test_a_target_more_and_one_less(project: Project, config: str) -> None:
+    ran = with_log(project, config, extracting([*PAIRS[1:], (8, 1024), (8, 4096)]))
+    assert found(ran) == {
+        "missing": ["decode_b1_ctx1024"],
+        "extra": ["decode_b8_ctx1024", "decode_b8_ctx4096"],
+    }
+    text = project.call("diff", config, "--engine-log", "serve.log").out
+    assert "- decode_b1_ctx1024  planned, and not compiled by the engine" in text
+    assert "+ decode_b8_ctx4096  compiled by the engine, and not planned" in text
+    assert text.endswith("5 programs as planned, 1 missing, 2 extra\n")
+
+
+def test_another_width(project: Project, config: str) -> None:
+    """As with a max_model_len of the engine's that is not the config's."""
+    pairs = [(rows, 8192 if context == 4096 else context) for rows, context in PAIRS]
+    ran = with_log(project, config, extracting(pairs))
+    assert found(ran) == {"other_width": [f"decode_b{rows}_ctx4096" for rows in (1, 2, 4)]}
+    one = ran.document["differences"][0]
+    assert one["detail"] == "planned with context_len 4096; the engine has context_len 8192"
+    assert (one["plan"]["block_table_width"], one["engine"]["block_table_width"]) == (128, 256)
+
+
+def test_an_engine_without_context_buckets(project: Project, config: str) -> None:
+    """Its programs at max_model_len are others than ours, and those below are missing."""
+    ran = with_log(project, config, extracting([(rows, 4096) for rows in (1, 2, 4)]))
+    names = found(ran)
+    assert names["missing"] == [f"decode_b{rows}_ctx1024" for rows in (1, 2, 4)]
+    assert names["other_width"] == [f"decode_b{rows}_ctx4096" for rows in (1, 2, 4)]
+    plain = project.write("plain.yaml", toolchain=INDUCTOR, additional_config=...)
+    assert with_log(project, plain, extracting([(rows, 4096) for rows in (1, 2, 4)])).status == 0
+    names = found(with_log(project, plain, extracting(PAIRS)))
+    assert names["other_width"] == ["decode_b1", "decode_b2", "decode_b4"]
+    assert names["extra"] == [f"decode_b{rows}_ctx1024" for rows in (1, 2, 4)]
+
+
+class TestSpeculation:
+    @pytest.fixture
+    def config(self, project: Project) -> str:
+        return project.write(toolchain=INDUCTOR, speculative_config=EAGLE3)
+
+    def test_each_target_is_a_program_of_every_family(self, project: Project, config: str) -> None:
+        ran = with_log(
+            project,
+            config,
+            extracting(PAIRS),
+            said("Capturing EAGLE3 decode graphs for batch size: 4"),
+        )
+        assert (ran.status, ran.document["counts"]["matching"]) == (0, 18)
+        assert found(with_log(project, config, extracting(PAIRS[:-1])))["missing"] == [
+            "draft_b4_s6_ctx4096",
+            "decode_b4_s6_ctx4096",
+            "decode_b4_s1_ctx4096",
+        ]
+
+    def test_another_number_of_drafts_is_another_width(self, project: Project, config: str) -> None:
+        speculation = "SpeculativeConfig(method='eagle3', model='/srv/draft', num_spec_tokens=3)"
+        ran = with_log(project, config, vllm_config(speculation=speculation), extracting(PAIRS))
+        names = found(ran)
+        assert names["setting"] == ["num_speculative_tokens"]
+        assert len(names["other_width"]) == 12
+        one = next(one for one in ran.document["differences"] if one["kind"] == "other_width")
+        assert (one["plan"]["query_len"], one["engine"]["query_len"]) == (6, 4)
+        assert ran.document["counts"]["matching"] == 6
+
+    def test_an_engine_that_does_not_speculate(self, project: Project, config: str) -> None:
+        names = found(with_log(project, config, vllm_config(), extracting(PAIRS)))
+        assert (len(names["missing"]), len(names["extra"])) == (18, 6)
+
+
+def test_an_engine_that_drafts_where_nothing_is_planned(project: Project, config: str) -> None:
+    line = said("Capturing EAGLE3 decode graphs for batch size: 4")
+    assert found(with_log(project, config, extracting(PAIRS), line)) == {
+        "setting": ["speculative_config"]
+    }
+
+
+def test_ranks_that_disagree(project: Project, config: str) -> None:
+    other = extracting(PAIRS[:-1], process="Worker_TP1 pid=4012")
+    ran = with_log(project, config, extracting(PAIRS), other)
+    assert found(ran) == {"missing": ["decode_b4_ctx4096"]}
+    assert "name different decode targets" in ran.document["notes"][0]
+
+
+def test_what_failed_is_a_difference(project: Project, config: str) -> None:
+    error = (
+        "RuntimeError: Model graph extraction failed for decode (batch=4, seq=4096). Error: ITEN406"
+    )
+    ran = with_log(project, config, extracting(PAIRS), error)
+    assert found(ran) == {"failed": ["decode_b4_ctx4096"]}
+    assert ran.document["differences"][0]["detail"] == "its extraction failed: ITEN406"
+
+
+@pytest.mark.parametrize(
+    ("lines", "status", "said_to_user"),
+    [
+        (steps(PAIRS)[:6], 2, "does not name all decode targets of the engine: 2 of 6 are in it"),
+        ([extracting(PAIRS)[:-20]], 2, "of 6 are in it"),
+        ([extracting([*PAIRS, (16, 4096)])[:-1]], 1, ""),
+        ([*steps(PAIRS)[:6], *steps([(16, 4096), *PAIRS])[:3]], 1, ""),
+    ],
+    ids=["some steps", "a cut list", "only its bracket is cut", "some, one of them not planned"],
+)
+def test_part_of_a_list_is_never_called_equal(
+    project: Project, config: str, lines: list[str], status: int, said_to_user: str
+) -> None:
+    ran = with_log(project, config, *lines)
+    assert ran.status == status
+    if status == 2:
+        assert said_to_user in ran.error["message"]
+        assert "until its warm-up ends" in ran.error["hint"]
+    else:
+        assert found(ran)["extra"] == ["decode_b16_ctx4096"]
+        assert "missing" not in found(ran)
+
+
+class TestPrefill:
+    BUCKETS = ((512, 0), (2048, 0))
+
+    def test_it_is_not_covered_by_a_plan_of_decode(self, project: Project, config: str) -> None:
+        if any(one.startswith("prefill") for one in planned(project, config)):
+            pytest.skip("the plan covers prefill")
+        ran = with_log(project, config, prefilling(self.BUCKETS), extracting(PAIRS))
+        assert ran.status == 0
+        assert ran.document["not_covered"] == ["prefill_s512", "prefill_s2048"]
+        text = project.call("diff", config, "--engine-log", "serve.log").out
+        assert "the plan does not cover prefill, which the engine compiles: prefill_s512" in text
+
+    def test_an_engine_that_only_prefills(self, project: Project, config: str) -> None:
+        ran = with_log(project, config, prefilling(self.BUCKETS))
+        assert len(found(ran)["missing"]) == 6
+        assert "names no decode targets" in ran.document["notes"][0]
+
+
+def planned(project: Project, config: str) -> list[str]:
+    units = project.call("plan", config, "--json").document["units"]
+    return [unit["bucket_name"] for unit in units]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\n" * 100,
+        b"INFO: Application startup complete.\n",
+        bytes(range(256)) * 1000,
+        b"\xff" * (3 << 20),
+        vllm_config().encode(),
+    ],
+    ids=["empty", "blank", "another log", "binary", "one long line", "a config alone"],
+)
+def test_a_log_that_says_nothing(project: Project, config: str, content: bytes) -> None:
+    (project.root / "serve.log").write_bytes(content)
+    ran = project.call("diff", config, "--engine-log", "serve.log", "--json")
+    assert ran.status == 2
+    assert ran.error["field"] == "--engine-log"
+    assert "Extracting … decode compile targets" in ran.error["hint"]
+
+
+def test_bytes_that_are_no_text_hide_nothing(project: Project, config: str) -> None:
+    noise = bytes(range(256)) * 50
+    (project.root / "serve.log").write_bytes(
+        noise + b"\n" + extracting(PAIRS).encode() + b"\r\n" + noise
+    )
+    assert project.call("diff", config, "--engine-log", "serve.log").status == 0
+
+
+def test_a_log_from_a_pipe(project: Project, config: str) -> None:
+    read, write = os.pipe()
+    with os.fdopen(write, "wb") as pipe:
+        pipe.write(extracting(PAIRS).encode())
+    ran = project.run("diff", config, "--engine-log", "-", stdin=read)
+    assert ran.status == 0, ran
+
+
+WRONG = {
+    "no file": (["--engine-log", "none.log"], "there is no file none.log"),
+    "a folder": (["--engine-log", "."], "is a directory, not a log"),
+    "both": (["--engine-log", "a", "--engine-cache", "b"], "exclude each other"),
+    "a tag": (["--engine-log", "a", "--from", "x"], "--from is of two tags"),
+    "a check": (["--engine-cache", "a", "--check"], "--check is of two tags"),
+    "no cache": (["--engine-cache", "none"], "cannot read none: No such file"),
+    "an empty cache": (["--engine-cache", "home"], "nothing in the engine's cache"),
+    "nothing": ([], "--from is missing"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG.values(), ids=WRONG)
+def test_what_is_refused(project: Project, config: str, words: list[str], message: str) -> None:
+    ran = project.call("diff", config, *words, "--json")
+    assert ran.status == 2
+    assert message in ran.error["message"]
+
+
+OTHER_PROGRAMS: dict[str, tuple[dict[str, Any], dict[str, list[str]]]] = {
+    "another backend": ({"backend": "inductor"}, {"missing": ["step_any"]}),
+    "eager": ({"enforce_eager": True}, {"missing": ["step_any"]}),
+    "nothing compiled": ({"mode": "<CompilationMode.NONE: 0>"}, {"missing": ["step_any"]}),
+    "its own mode": (
+        {"mode": "<CompilationMode.VLLM_COMPILE: 3>", "ends": "[512, 2048]", "sizes": "[8]"},
+        {
+            "missing": ["step_any"],
+            "extra": [f"compile range {one}" for one in ("(1, 512)", "(8, 8)", "(513, 2048)")],
+        },
+    ),
+    "another length": ({"max_seq_len": 8192}, {"setting": ["max_model_len"]}),
+    "another type": ({"dtype": "float32"}, {"setting": ["dtype"]}),
+}
+
+
+class TestVllm:
+    @pytest.fixture
+    def config(self, project: Project) -> str:
+        return project.write(toolchain=VLLM, additional_config=...)
+
+    def test_one_program_for_every_step(self, project: Project, config: str) -> None:
+        ran = with_log(project, config, vllm_config(captures="[1, 2, 4]"), *VLLM_WARM_UP)
+        assert (ran.status, ran.document["counts"]["matching"]) == (0, 1)
+        assert ran.document["notes"] == ["graphs are captured, not compiled, for 1, 2, 4 tokens"]
+
+    @pytest.mark.parametrize(
+        ("changes", "differences"), OTHER_PROGRAMS.values(), ids=OTHER_PROGRAMS
+    )
+    def test_what_is_another_program(
+        self, project: Project, config: str, changes: Any, differences: Any
+    ) -> None:
+        ran = with_log(project, config, vllm_config(**changes), *VLLM_WARM_UP)
+        assert found(ran) == differences
+
+    def test_ranges_that_are_compiled_are_another(self, project: Project, config: str) -> None:
+        line = said("Compiling a graph for compile range (1, 2048) takes 3.2 s")
+        assert found(with_log(project, config, line)) == {
+            "missing": ["step_any"],
+            "extra": ["compile range (1, 2048)"],
+        }
+
+    def test_a_config_that_is_cut_off(self, project: Project, config: str) -> None:
+        line = vllm_config()
+        ran = with_log(project, config, line[: line.index("'backend': 'neff")])
+        assert ran.status == 2
+        assert "cut off" in ran.error["message"]
+
+    def test_an_engine_with_buckets(self, project: Project, config: str) -> None:
+        names = found(with_log(project, config, extracting(PAIRS)))
+        assert names["missing"] == ["step_any"]
+        assert len(names["extra"]) == 6
+
+
+class TestCache:
+    """A cache of the engine's own, as it is after a start."""
+
+    @pytest.fixture
+    def bucketer(self, project: Project, config: str) -> Bucketer:
+        loaded = load_config(project.root / config)
+        return Bucketer.from_config(loaded, query_len_support=QueryLenSupport.VARLEN)
+
+    @pytest.fixture
+    def shapes(self, bucketer: Bucketer) -> list[Shape]:
+        return [gridded.shape for gridded in expand(bucketer, WarmUp.FULL_PRODUCT).shapes]
+
+    def fill(
+        self, project: Project, bucketer: Bucketer, shapes: list[Shape], **options: Any
+    ) -> Path:
+        root = project.root / "compile_cache"
+        for number, shape in enumerate(shapes):
+            write_entry(root, number, graph_inputs(bucketer, shape), **options)
+        return root
+
+    def compared(self, project: Project, config: str) -> Ran:
+        return project.call("diff", config, "--engine-cache", "compile_cache", "--json")
+
+    @pytest.mark.parametrize(
+        "options", [{}, {"below": "rank0", "finished": False}, {"below": "0_8.rank12"}]
+    )
+    def test_it_holds_what_is_planned(
+        self, project: Project, config: str, bucketer: Bucketer, shapes: list[Shape], options: Any
+    ) -> None:
+        root = self.fill(project, bucketer, shapes, **options)
+        (root / "nki").mkdir()
+        (root / ".abc.compilation_metadata.lock").touch()
+        ran = self.compared(project, config)
+        assert ran.status == 0, ran
+        assert ran.document["counts"]["matching"] == 6
+        unfinished = "6 of them are not finished: the engine compiles them at its start"
+        assert (unfinished in ran.document["notes"]) == (options.get("finished") is False)
+
+    def test_what_differs(
+        self, project: Project, config: str, bucketer: Bucketer, shapes: list[Shape]
+    ) -> None:
+        prefill = PrefillShape(Family.PREFILL, 2048)
+        wider = DecodeShape(Family.TARGET, 4, 1, 8192)
+        engine = [*shapes[1:-1], wider, DecodeShape(Family.TARGET, 8, 1, 1024), prefill]
+        self.fill(project, bucketer, engine)
+        ran = self.compared(project, config)
+        names = found(ran)
+        assert names["missing"][0] == "decode_b1_ctx1024"
+        assert "decode_b8_ctx1024" in names["extra"]
+        assert names["other_width"] == ["decode_b4_ctx4096"]
+
+    def test_an_entry_under_anothers_name(
+        self, project: Project, config: str, bucketer: Bucketer, shapes: list[Shape]
+    ) -> None:
+        root = self.fill(project, bucketer, shapes)
+        write_entry(root, 99, graph_inputs(bucketer, shapes[0]), stated="f" * 32)
+        ran = self.compared(project, config)
+        assert found(ran) == {"failed": [f"{99:032x}"]}
+
+    def test_what_cannot_be_told_is_said(
+        self, project: Project, config: str, bucketer: Bucketer, shapes: list[Shape]
+    ) -> None:
+        root = self.fill(project, bucketer, shapes)
+        (root / ("a" * 32)).mkdir()
+        (root / ("b" * 32)).symlink_to("/etc")
+        (root / ("c" * 32)).write_bytes(b"")
+        bad = write_entry(root, 99, graph_inputs(bucketer, shapes[0]))
+        (bad / "fxgraph.txt").unlink()
+        os.mkfifo(bad / "fxgraph.txt")
+        (bad / ".artifact_metadata_v0.json").write_bytes(b"[" * 100_000)
+        ran = self.compared(project, config)
+        assert ran.status == 0, ran
+        assert sorted(one["name"] for one in ran.document["unread"]) == sorted(
+            [f"{99:032x}", "a" * 32, "b" * 32, "c" * 32]
+        )
+        text = project.call("diff", config, "--engine-cache", "compile_cache").out
+        assert "of 4 entries it cannot be told what they are" in text

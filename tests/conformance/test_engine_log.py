@@ -1,0 +1,192 @@
+"""Reading logs: what processes say, in whatever state it arrives."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from engine_samples import PAIRS, extracting, prefilling, said, steps, vllm_config, warming
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from neffbuild.grid.engine_log import Failure, Targets, read_engine_log
+
+WHOLE = Targets(frozenset({frozenset(PAIRS)}))
+RANKS = [f"Worker_TP{rank} pid={4011 + rank}" for rank in range(4)]
+
+
+def test_the_lists_of_a_start() -> None:
+    log = read_engine_log([prefilling([(512, 0), (2048, 512)]), extracting(PAIRS), *warming(PAIRS)])
+    assert log.decode.lists == {frozenset(PAIRS)}
+    assert log.prefill.lists == {frozenset({(512, 0), (2048, 512)})}
+    assert not log.decode.others
+    assert not log.failures
+
+
+@given(st.randoms())
+def test_ranks_write_side_by_side(order: random.Random) -> None:
+    """Lines of one rank keep their order; it matters to nothing."""
+    logs = [[extracting(PAIRS, process=rank), *warming(PAIRS, process=rank)] for rank in RANKS]
+    mixed = []
+    while any(logs):
+        mixed.append(order.choice([log for log in logs if log]).pop(0))
+    assert read_engine_log(mixed).decode.lists == WHOLE.lists
+
+
+def test_ranks_that_say_the_same_are_one_and_others_are_not() -> None:
+    fewer = PAIRS[:-1]
+    log = read_engine_log(
+        [extracting(PAIRS, process=RANKS[0]), extracting(fewer, process=RANKS[1])]
+    )
+    assert log.decode.lists == {frozenset(PAIRS), frozenset(fewer)}
+
+
+def test_each_step_is_as_good_as_the_list() -> None:
+    """Where the log begins after the list."""
+    assert read_engine_log(steps(PAIRS)).decode.lists == WHOLE.lists
+
+
+@pytest.mark.parametrize("cut", [2, 8, 30])
+def test_a_list_that_is_cut_off_is_no_list(cut: int) -> None:
+    decode = read_engine_log([extracting(PAIRS)[:-cut]]).decode
+    assert decode.lists == frozenset()
+    assert decode.told == len(PAIRS)
+    assert decode.others <= set(PAIRS)
+
+
+def test_what_is_cut_off_in_one_process_is_whole_in_another() -> None:
+    lines = [extracting(PAIRS, process=RANKS[1])[:-20], extracting(PAIRS, process=RANKS[0])]
+    decode = read_engine_log(lines).decode
+    assert (decode.lists, decode.others) == (WHOLE.lists, frozenset())
+
+
+def test_a_list_whose_count_is_another_is_not_believed() -> None:
+    line = extracting(PAIRS).replace("(2, 1024), ", "")
+    assert read_engine_log([line]).decode.lists == frozenset()
+
+
+def test_some_steps_say_how_many_there_are() -> None:
+    decode = read_engine_log(steps(PAIRS)[:6]).decode
+    assert decode == Targets(others=frozenset(PAIRS[:2]), told=len(PAIRS))
+
+
+@pytest.mark.parametrize(
+    "dressed",
+    [
+        lambda line: f"\x1b[0;36m{line}\x1b[0m",
+        lambda line: line.replace("INFO", "\x1b[32mINFO\x1b[0m").replace(
+            "Extracting", "\x1b[1mExtracting"
+        ),
+        lambda line: f"2026-11-29T21:40:54.123456Z stdout F {line}",
+        lambda line: f"[pod/worker-0] {line}\r",
+        lambda line: json.dumps(
+            {
+                "levelname": "INFO",
+                "process": 77,
+                "message": "\n" + line.partition("] ")[2],
+            }
+        ),
+    ],
+    ids=["coloured", "coloured inside", "container runtime", "prefixed", "JSON"],
+)
+def test_prefixes_and_colours(dressed) -> None:
+    assert read_engine_log(map(dressed, [extracting(PAIRS)])).decode.lists == WHOLE.lists
+    assert read_engine_log(map(dressed, steps(PAIRS))).decode.lists == WHOLE.lists
+
+
+def test_failures_are_told_once() -> None:
+    log = read_engine_log(
+        [
+            said("  Failed to extract graph for decode (batch=4, seq=4096): a\x07b", level="ERROR"),
+            "RuntimeError: Model graph extraction failed for decode (batch=4, seq=4096). Error: ab",
+            said("  Failed to warmup decode (batch=1, seq=1024): NRT", level="ERROR"),
+            said("  Failed to warmup for prefill bucket 512 with kv_segment_size 0: x"),
+            "Model warmup failed for prefill bucket 512 with kv_segment_size 0. Error: x",
+        ]
+    )
+    assert log.failures == (
+        Failure("decode", (4, 4096), "extraction", "a b"),
+        Failure("decode", (1, 1024), "warm-up", "NRT"),
+        Failure("prefill", (512, 0), "warm-up", "x"),
+    )
+
+
+def test_cache_keys() -> None:
+    one, two, three = ("0" * 31 + digit for digit in "123")
+    log = read_engine_log(
+        [
+            said(f"Compilation cache key: {one}"),
+            said(f"Compilation cache key: {two}"),
+            said(f"Local cache hit for key: {two}. Skipping graph capture."),
+            f"VLLM_NEURON_DISABLE_WARMUP_COMPILE: local compile cache miss for key {three}.",
+            said("Compilation cache key: deadbeef"),
+        ]
+    )
+    assert (log.keys, log.hits, log.misses) == ({one, two}, {two}, {three})
+
+
+def test_a_config_of_vllm() -> None:
+    speculation = "SpeculativeConfig(method='eagle3', model='/srv/draft', num_spec_tokens=5)"
+    line = vllm_config(
+        speculation=speculation, sizes="[1, 8]", ends="[512, 2048]", captures="[1, 2, 4]"
+    )
+    [settings] = read_engine_log([line, line]).settings
+    assert dict(settings.options) == {
+        "max_model_len": 4096,
+        "tensor_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "dtype": "bfloat16",
+        "num_speculative_tokens": 5,
+    }
+    assert (settings.version, settings.mode, settings.backend) == ("0.32.0", 2, "neffbuild")
+    assert (settings.compile_sizes, settings.capture_sizes) == ((1, 8), (1, 2, 4))
+    assert settings.ranges == {(1, 512), (513, 2048)}
+    [without] = read_engine_log([vllm_config()]).settings
+    assert dict(without.options)["num_speculative_tokens"] == 0
+
+
+FRAGMENTS = [
+    extracting(PAIRS),
+    prefilling([(512, 0)]),
+    *steps(PAIRS[:1]),
+    vllm_config(),
+    "Compiling a graph for compile range (1, 2048) takes 3.20 s",
+    "Failed to warmup decode (batch=1, seq=4): ",
+    "[" * 50,
+    "(" * 50,
+    "99999999999999999999",
+    "\x1b[",
+    "\0",
+    "\ud800",
+    "pid=",
+]
+
+
+@given(
+    st.lists(
+        st.lists(
+            st.one_of(
+                st.sampled_from(FRAGMENTS),
+                st.text(max_size=20),
+                st.tuples(st.sampled_from(FRAGMENTS), st.integers(0, 200)).map(
+                    lambda cut: cut[0][: cut[1]]
+                ),
+            ),
+            max_size=4,
+        ).map("".join),
+        max_size=6,
+    )
+)
+@example(["Extracting 6 decode compile targets: [" + "(1, " * 10_000])
+@example(["Extracting 99999999999 decode compile targets: [(1, 99999999999)]"])
+def test_no_line_is_too_strange(lines: list[str]) -> None:
+    log = read_engine_log(lines)
+    assert log.decode.named == bool(log.decode.all)
+    for one in log.decode.lists:
+        assert len(one) > 0 or "Extracting 0" in "".join(lines)
+
+
+def test_a_hundred_thousand_other_lines_are_passed_over() -> None:
+    other = (said(f"Route: /v{number}, Methods: POST") for number in range(100_000))
+    assert read_engine_log([*other, extracting(PAIRS)]).decode.lists == WHOLE.lists
