@@ -111,15 +111,13 @@ def make_plan(
     stored: StoredKeys,
     *,
     rank_scopes: Sequence[str] = (ALL_RANKS,),
-    kv_blocks: int | None = None,
 ) -> Plan:
     """Key every shape that can occur, once for each rank scope, and ask the store, once, which of the
-    keys it has.
-
-    `kv_blocks` is the size of the KV pool where the engine makes it other than `num_kv_blocks` says.
-    """
+    keys it has."""
     unresolved = "; ".join(identity.unresolved)
-    pool = None if identity.symbolic_kv_blocks else kv_blocks or num_kv_blocks(config.serve)
+    pool = None
+    if not identity.symbolic_kv_blocks:
+        pool = identity.kv_blocks or num_kv_blocks(config.serve)
     recipes = {} if unresolved else _recipes(config, identity, grid, rank_scopes, pool)
     keys = {unit: recipe_key(recipe) for unit, recipe in recipes.items()}
     known = stored(keys.values())

@@ -31,7 +31,8 @@ class ToolchainIdentity:
     environment variables that are set; `source_digest` covers the source that defines the graph.
     `symbolic_kv_blocks` says that programs do not depend on the size of the KV pool, `symbolic_shapes`
     that one program serves every step. `unresolved` names what this machine cannot know and what to
-    pin for it.
+    pin for it. `kv_blocks` is the size of the pool where the engine settles it by its device and the
+    config does not state it.
     """
 
     name: str
@@ -45,6 +46,7 @@ class ToolchainIdentity:
     symbolic_shapes: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     unresolved: tuple[str, ...] = ()
+    kv_blocks: int | None = None
 
     @property
     def platform(self) -> dict[str, Any]:

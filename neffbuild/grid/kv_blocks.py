@@ -45,6 +45,15 @@ def kv_bytes_per_position(serve: ServeConfig, model: ModelConfig) -> int:
 
     Raises `ConfigError` for a `kv_cache_dtype` of unknown size, or a model of malformed ones.
     """
+    entries = (
+        model.latent_size if model.uses_mla else 2 * model.num_key_value_heads * model.head_dim
+    )
+    layers = model.num_hidden_layers if KVLayers.of(model).window is None else 1
+    return layers * entries * kv_element_bytes(serve)
+
+
+def kv_element_bytes(serve: ServeConfig) -> int:
+    """Bytes of one element of a KV cache. Raises `ConfigError` for a dtype of unknown size."""
     dtype = serve.dtype if serve.kv_cache_dtype == "auto" else serve.kv_cache_dtype
     if dtype not in _BYTES:
         raise ConfigError(
@@ -53,11 +62,7 @@ def kv_bytes_per_position(serve: ServeConfig, model: ModelConfig) -> int:
             field="serve.kv_cache_dtype",
             value=dtype,
         )
-    entries = (
-        model.latent_size if model.uses_mla else 2 * model.num_key_value_heads * model.head_dim
-    )
-    layers = model.num_hidden_layers if KVLayers.of(model).window is None else 1
-    return layers * entries * _BYTES[dtype]
+    return _BYTES[dtype]
 
 
 class KVTraffic(NamedTuple):

@@ -17,7 +17,7 @@ from neffbuild.grid.bucketer import Bucketer
 from neffbuild.grid.expand import Grid, WarmUp, expand, symbolic_grid
 from neffbuild.grid.phases import Phase, served_phases
 from neffbuild.grid.ranks import rank_scopes
-from neffbuild.toolchain.base import Toolchain
+from neffbuild.toolchain.base import Capabilities, Toolchain
 from neffbuild.toolchain.kv_groups import kv_groups
 
 OWN_ENGINE = "reference"
@@ -35,11 +35,18 @@ def plan_config(config: BuildConfig, toolchain: Toolchain, store: Store) -> Plan
 def plan_with(config: BuildConfig, toolchain: Toolchain, stored: StoredKeys) -> Plan:
     """As `plan_config`, with `stored` to say what is there."""
     _refuse_lasting_drafts(config, toolchain)
-    capabilities = toolchain.capabilities
+    identity = toolchain.identity(config)
+    capabilities = _engine_capabilities(toolchain, identity)
     findings = Findings(config.source)
     with findings.stage():
         prefill = capabilities.prefill(config.serve, findings) if capabilities.prefill else None
         phases = served_phases(config, prefill_programs=prefill is not None)
+    if identity.kv_blocks is not None:
+        findings.note(
+            f"the KV pool of {identity.kv_blocks} blocks follows from the engine's published formula, which "
+            "has not been checked on a device: set serve.num_gpu_blocks_override, there and here, to be "
+            "sure of it"
+        )
     config = replace(config, notes=(*config.notes, *findings.notes))
     bucketer = Bucketer.from_config(
         config,
@@ -48,7 +55,6 @@ def plan_with(config: BuildConfig, toolchain: Toolchain, stored: StoredKeys) -> 
         prefill=prefill,
         phases=phases,
     )
-    identity = toolchain.identity(config)
     scopes = rank_scopes(config.serve, replica_groups=capabilities.replica_groups)
     grid = _grid(identity, bucketer)
     return make_plan(config, identity, bucketer, grid, stored, rank_scopes=scopes)
@@ -65,15 +71,21 @@ def require_buckets(config: BuildConfig, toolchain: Toolchain) -> None:
             value=identity.engine,
             hint="send the engine requests instead, or leave toolchain.engine out",
         )
-    if Phase.DECODE not in served_phases(
-        config, prefill_programs=toolchain.capabilities.prefill is not None
-    ):
+    has_prefill = _engine_capabilities(toolchain, identity).prefill is not None
+    if Phase.DECODE not in served_phases(config, prefill_programs=has_prefill):
         raise ConfigError(
             "there are no decode steps to replay: the worker only prefills",
             field="serve.kv_transfer_config.kv_role",
             value=(config.serve.kv_transfer_config or {}).get("kv_role"),
             hint="replay the config of the workers that decode",
         )
+
+
+def _engine_capabilities(toolchain: Toolchain, identity: ToolchainIdentity) -> Capabilities:
+    """What programs can do in the engine they are for: our own runs decode steps alone, on one rank."""
+    if identity.engine != OWN_ENGINE:
+        return toolchain.capabilities
+    return replace(toolchain.capabilities, prefill=None, replica_groups=False)
 
 
 def _grid(identity: ToolchainIdentity, bucketer: Bucketer) -> Grid:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from neffbuild.cache.recipe import ToolchainIdentity
 from neffbuild.config.build import BuildConfig
+from neffbuild.grid.kv_pool import KVPool, neuron_kv_pool
 from neffbuild.toolchain.neuronx.command import recipe_flags, stated_flags
 from neffbuild.toolchain.neuronx.routes import REFERENCE, VLLM_NEURON, keyed_environment, route_of
 from neffbuild.toolchain.neuronx.target import check_scratchpad, resolve_target
@@ -58,12 +59,14 @@ def identity_in(config: BuildConfig, environment: Mapping[str, str]) -> Toolchai
         are = "is" if len(missing) == 1 else "are"
         pins = ", ".join(f"toolchain.versions.{tool}" for tool in missing)
         unresolved.append(f"{', '.join(missing)} {are} not installed here: pin {pins}")
+    pool = KVPool(None)
     if route.engine == VLLM_NEURON and config.serve.num_gpu_blocks_override is None:
         # Programs hold the size of the KV pool, and the engine works it out on the device.
-        unresolved.append(
-            "how many KV blocks there are is known when the engine starts: pin it with "
-            "serve.num_gpu_blocks_override"
+        pool = neuron_kv_pool(
+            config, target=target.chip, physical_cores=target.lnc, environment=environment
         )
+        if pool.unresolved is not None:
+            unresolved.append(pool.unresolved)
     return ToolchainIdentity(
         name=NAME,
         route=route.name,
@@ -74,6 +77,7 @@ def identity_in(config: BuildConfig, environment: Mapping[str, str]) -> Toolchai
         source_digest=_source_digest(route.engine),
         environment=keyed_environment(route, environment),
         unresolved=tuple(unresolved),
+        kv_blocks=pool.blocks,
     )
 
 
