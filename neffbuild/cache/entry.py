@@ -147,7 +147,13 @@ _raw_decode = json.JSONDecoder(parse_constant=refuse_constant).raw_decode
 
 
 def entry_blobs(data: bytes, *, expected_key: str) -> Mapping[str, int]:
-    """digest → size of the blobs that an entry document names, accepting what `Entry.from_json` does.
+    """digest → size of the blobs that an entry document names. Raises as `entry_files` does."""
+    files = entry_files(data, expected_key=expected_key)
+    return {record.digest: record.size for record in files.values()}
+
+
+def entry_files(data: bytes, *, expected_key: str) -> Mapping[str, FileRecord]:
+    """The files that an entry document names, accepting what `Entry.from_json` does.
 
     Raises `IntegrityError`. Several times faster: entries are written as canonical JSON, so the bytes
     between the fields around the recipe must hash to the key, and then they *are* the recipe and need
@@ -157,8 +163,8 @@ def entry_blobs(data: bytes, *, expected_key: str) -> Mapping[str, int]:
     files = _files_of_canonical(body, expected_key)
     if files is None:
         document = parse_json(body, "entry")
-        return Entry.from_document(document, expected_key=expected_key).blobs
-    return {record.digest: record.size for record in files.values()}
+        return Entry.from_document(document, expected_key=expected_key).files
+    return files
 
 
 def _files_of_canonical(data: bytes, expected_key: str) -> dict[str, FileRecord] | None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
+
+FileCheck = Callable[[Path], str | None]
+"""A file → why it is not whole, or None; whoever knows its kind has one."""
 
 
 class ProblemKind(StrEnum):

@@ -6,7 +6,7 @@ compile, pull or push writes it anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -21,7 +21,7 @@ from neffbuild.cache.catalog import (
     manifest_name,
     quarantine_entry,
 )
-from neffbuild.cache.entry import entry_blobs
+from neffbuild.cache.entry import FileRecord, entry_files
 from neffbuild.cache.envelope import Envelope
 from neffbuild.cache.index import Index
 from neffbuild.cache.manifest import Manifest
@@ -40,12 +40,14 @@ _Parsed = TypeVar("_Parsed")
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What was found. `broken` are the entries concerned: key → digest → size of their blobs."""
+    """What was found. `broken` are the entries concerned: key → digest → size of their blobs. `files` are
+    those of every entry that was checked: more than once where documents differ on it."""
 
     problems: tuple[Problem, ...]
     entries_checked: int
     blobs_checked: int
     broken: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    files: Mapping[str, Sequence[Mapping[str, FileRecord]]] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -134,7 +136,7 @@ class _Check:
         self._trust = trust
         self._problems: dict[Problem, None] = {}
         self._addressed: set[str] = set()
-        self._entries: dict[str, list[Mapping[str, int]]] = {}
+        self._entries: dict[str, list[Mapping[str, FileRecord]]] = {}
 
     def problem(self, kind: ProblemKind, key: str, detail: str) -> None:
         self._problems[Problem(kind, key, detail)] = None
@@ -182,7 +184,7 @@ class _Check:
             name = unit.bucket_name
             self.problem(ProblemKind.MISSING_UNIT, unit.key or name, f"{name} is not stored")
         for key, entry in manifest.entries.items():
-            self._add(key, entry.blobs)
+            self._add(key, entry.files)
 
     def entries(self, keys: Iterable[str]) -> None:
         names: dict[str, str] = {}
@@ -194,7 +196,7 @@ class _Check:
         for name, document in self._store.read_many(names):
             key = names.pop(name)
             try:
-                self._add(key, entry_blobs(document.data, expected_key=key))
+                self._add(key, entry_files(document.data, expected_key=key))
             except IntegrityError as error:
                 self._add(key, {})
                 self.problem(ProblemKind.BAD_ENTRY, key, error.message)
@@ -202,16 +204,18 @@ class _Check:
             self.problem(ProblemKind.MISSING_UNIT, key, f"no entry {key} is stored")
 
     def result(self, workers: int) -> Verified:
-        wanted = sorted(
-            {blob for many in self._entries.values() for blobs in many for blob in blobs.items()}
-        )
+        blobs = {
+            key: {(file.digest, file.size) for files in many for file in files.values()}
+            for key, many in self._entries.items()
+        }
+        wanted = sorted(set().union(*blobs.values()))
         with ThreadPoolExecutor(workers, thread_name_prefix="verify") as pool:
             faults = dict(
                 zip(wanted, pool.map(lambda b: self._store.check_blob(*b), wanted), strict=True)
             )
         broken: dict[str, dict[str, int]] = {}
-        for key, many in self._entries.items():
-            for digest, size in {blob for blobs in many for blob in blobs.items()}:
+        for key, of_entry in blobs.items():
+            for digest, size in of_entry:
                 fault = faults[digest, size]
                 if fault is not None:
                     self.problem(fault, key, f"blob {digest} of {size} bytes: {fault.value}")
@@ -220,11 +224,15 @@ class _Check:
             if problem.kind is ProblemKind.BAD_ENTRY and problem.key in self._entries:
                 broken.setdefault(problem.key, {})
         return Verified(
-            tuple(self._problems), len(self._entries), len({blob for blob, _ in wanted}), broken
+            tuple(self._problems),
+            len(self._entries),
+            len({blob for blob, _ in wanted}),
+            broken,
+            self._entries,
         )
 
-    def _add(self, key: str, blobs: Mapping[str, int]) -> None:
-        self._entries.setdefault(key, []).append(blobs)
+    def _add(self, key: str, files: Mapping[str, FileRecord]) -> None:
+        self._entries.setdefault(key, []).append(files)
 
     def _parse(
         self,

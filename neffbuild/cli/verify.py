@@ -99,11 +99,13 @@ def command(
 def _verify_store(
     words: tuple[str, ...], settings: CacheConfig, ref: TagRef | None
 ) -> tuple[Store, Verified]:
+    from neffbuild.cache.contents import check_contents
     from neffbuild.cache.directory import DirectoryStore
     from neffbuild.cache.open import open_store
     from neffbuild.cache.records import seen_sequence
     from neffbuild.cache.verify import verify_store, verify_tag
     from neffbuild.config.build import cache_directory
+    from neffbuild.toolchain.registry import file_checks
 
     if len(words) != 1:
         raise ConfigError(f"unexpected argument {words[1]!r} after the URL", value=words[1])
@@ -120,22 +122,27 @@ def _verify_store(
     if ref is None:
         # The lowest sequence in a config is that of the tag it is served from, not of every tag.
         everything = replace(believed, min_sequence=0)
-        return store, verify_store(store, everything, last_seen=last_seen)
-    return store, verify_tag(store, ref, believed, last_seen=last_seen(ref))
+        verified = verify_store(store, everything, last_seen=last_seen)
+    else:
+        verified = verify_tag(store, ref, believed, last_seen=last_seen(ref))
+    return store, check_contents(store, verified, file_checks())
 
 
 def _verify_config(words: tuple[str, ...], cache: Path | None) -> dict[str, Any]:
+    from neffbuild.cache.contents import check_contents
     from neffbuild.cache.recipe import config_digest
     from neffbuild.cache.verify import verify_config
     from neffbuild.grid.coverage import plan_coverage
     from neffbuild.grid.ranks import shapes_on_every_rank
     from neffbuild.toolchain.planning import units_to_serve
-    from neffbuild.toolchain.registry import load_toolchain
+    from neffbuild.toolchain.registry import file_checks, load_toolchain
 
     config = options.only_config(words, cache)
     store = options.local_store(config)
     bucketer, units = units_to_serve(config, load_toolchain(config.toolchain.name), store)
-    verified = verify_config(store, config_digest(config), units)
+    verified = check_contents(
+        store, verify_config(store, config_digest(config), units), file_checks()
+    )
     _take_out_of_service(store, verified)
     shapes = {key: unit.shape for key, unit in units.items()}
     good = shapes_on_every_rank(

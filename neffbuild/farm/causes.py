@@ -14,6 +14,7 @@ from typing import Any
 from neffbuild.config.errors import ConfigError, NeffbuildError, StoreError
 from neffbuild.config.printable import printable
 from neffbuild.farm.outcomes import Cause, CauseKind
+from neffbuild.toolchain.failures import CompilerFailure
 
 _LONGEST_TEXT = 400
 
@@ -40,6 +41,8 @@ def cause_of_exception(error: BaseException) -> Cause:
             return _cause_of_status(link.code if isinstance(link.code, int) else 1, "the compile")
         if isinstance(link, ImportError) or _is_missing_program(link):
             return Cause(CauseKind.MISSING_DEPENDENCY, _described(link), "run `neffbuild doctor`")
+    if isinstance(error, CompilerFailure):
+        return Cause(CauseKind(error.failure.value), printable(error.message), error.hint)
     if isinstance(error, NeffbuildError):
         refused = isinstance(error, ConfigError)
         stored = isinstance(error, StoreError)

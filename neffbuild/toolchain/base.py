@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from neffbuild.cache.index import Fit
+from neffbuild.cache.problem import FileCheck
 from neffbuild.cache.recipe import ToolchainIdentity
 from neffbuild.config.build import BuildConfig
 from neffbuild.config.neuron_engine import PrefillRules
@@ -204,8 +205,15 @@ class Toolchain(Protocol):
         `shared` is a folder that all units of one farm are given, for what they can share (precompiled
         headers); it may be there already, and several processes use it at once. Raises
         `ToolchainRefusal` for what `host_refusal` says, and when this host is not what the unit's
-        recipe was made for.
+        recipe was made for, `CompilerFailure` (`neffbuild.toolchain.failures`) for what its compiler reports.
         """
+        ...
+
+    @property
+    def file_checks(self) -> Mapping[str, FileCheck]:
+        """Ending of a file's name → what says why such a file is not whole. Digests are right already when
+        it is asked: this is for files whose builder was wrong. A toolchain without it has its files
+        believed by their digests."""
         ...
 
     def load(self, files: Path, recipe: Mapping[str, Any]) -> Executable:

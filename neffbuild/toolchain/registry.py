@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
 
+from neffbuild.cache.problem import FileCheck
 from neffbuild.config.errors import ConfigError, MissingExtra
 from neffbuild.toolchain.base import Toolchain
 
@@ -45,6 +47,15 @@ def load_toolchain(name: str) -> Toolchain:
         ) from error
     toolchain: Toolchain = factory()
     return toolchain
+
+
+def file_checks() -> dict[str, FileCheck]:
+    """`Toolchain.file_checks` of every toolchain that can be imported."""
+    checks: dict[str, FileCheck] = {}
+    for name in toolchain_names():
+        with suppress(MissingExtra):
+            checks |= getattr(load_toolchain(name), "file_checks", {})
+    return checks
 
 
 def _entry_points() -> dict[str, EntryPoint]:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -64,17 +64,6 @@ def neff_facts(neff: Neff) -> dict[str, Any]:
         "members": len(neff.members),
         "payload_bytes": neff.payload_bytes,
     }
-
-
-def artifact_fault(files: Mapping[str, Path]) -> str | None:
-    """Why the NEFFs among an artifact's files are no whole ones; None when all are, or there are none."""
-    for name, path in files.items():
-        if name.endswith(".neff"):
-            try:
-                read_neff_file(path)
-            except NeffError as error:
-                return f"{name} is no whole NEFF: {error.message}"
-    return None
 
 
 def _whole(path: Path) -> Neff:

@@ -33,6 +33,7 @@ __all__ = [
     "NeffError",
     "NeffHeader",
     "NeffMember",
+    "neff_fault",
     "parse_neff",
     "read_neff",
     "read_neff_file",
@@ -98,6 +99,15 @@ def read_neff_file(path: Path) -> Neff:
     """`read_neff` of a file. Raises `OSError` where it cannot be read."""
     with path.open("rb") as file:
         return read_neff(file, path.stat().st_size)
+
+
+def neff_fault(path: Path) -> str | None:
+    """Why a file is no whole NEFF, or None. Raises `OSError` where it cannot be read."""
+    try:
+        read_neff_file(path)
+    except NeffError as error:
+        return f"no whole NEFF: {error.message}"
+    return None
 
 
 def parse_neff(data: bytes) -> Neff:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from neffbuild.cache.index import Fit
+from neffbuild.cache.problem import FileCheck
 from neffbuild.cache.recipe import ToolchainIdentity
 from neffbuild.config.build import BuildConfig
 from neffbuild.config.errors import ToolchainRefusal
@@ -31,6 +33,7 @@ from neffbuild.toolchain.base import (
 from neffbuild.toolchain.neuronx.command import compile_command, stated_flags
 from neffbuild.toolchain.neuronx.hosts import host_fit, neuronx_findings, runtime_refusal
 from neffbuild.toolchain.neuronx.identity import NAME, neuronx_identity
+from neffbuild.toolchain.neuronx.neff import neff_fault
 from neffbuild.toolchain.neuronx.prior import neuronx_prior
 from neffbuild.toolchain.neuronx.refusal import (
     config_refusal,
@@ -59,6 +62,7 @@ class NeuronxToolchain:
         prefill=neuron_prefill,
         replica_groups=True,
     )
+    file_checks: Mapping[str, FileCheck] = MappingProxyType({".neff": neff_fault})
     # torch is of use to the reference decoder alone, and heavy for who compiles captured graphs.
     preload: tuple[str, ...] = ()
 
@@ -111,11 +115,6 @@ class NeuronxToolchain:
             )
         command = compile_command(route, recipe, stated_flags(unit.config, os.environ))
         return compile_module(captured.graph.module, route, command, compiler, scratch)
-
-    def artifact_fault(self, files: Mapping[str, Path]) -> str | None:
-        from neffbuild.toolchain.neuronx.compile import artifact_fault
-
-        return artifact_fault(files)
 
     def load(self, files: Path, recipe: Mapping[str, Any]) -> Executable:
         raise ToolchainRefusal(
