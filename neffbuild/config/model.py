@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from neffbuild.config.errors import ConfigError
@@ -52,7 +53,8 @@ _KV_HEAD_KEYS = (
 class ModelConfig:
     """`architecture` is the normalised `config.json`: what enters recipes and what graphs are built
     from. `name` is for people (the folder's or the model's name) and enters nothing; so does
-    `stated_dtype`, the dtype its file states, which `serve.dtype: auto` was resolved with.
+    `stated_dtype`, the dtype its file states, which `serve.dtype: auto` was resolved with, and `folder`,
+    where the file lay on the machine that read it.
 
     The accessors raise `ConfigError` when the file states something that is not a positive integer,
     and for what every decoder has, when it states nothing.
@@ -61,6 +63,7 @@ class ModelConfig:
     name: str
     architecture: Mapping[str, Any]
     stated_dtype: str | None = None
+    folder: Path | None = field(default=None, compare=False)
 
     @property
     def text(self) -> Mapping[str, Any]:

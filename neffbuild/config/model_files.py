@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ def load_model(
     """
     file, name = _find(reference, base, field, revision)
     document = read_model_json(file)
-    return model_config(name, overridden(document, overrides or {}))
+    model = model_config(name, overridden(document, overrides or {}))
+    return replace(model, folder=file.parent)
 
 
 def _find(reference: str, base: Path, field: str, revision: str | None) -> tuple[Path, str]:
