@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +28,13 @@ from neffbuild.config.vllm_command import parse_vllm_command
 from neffbuild.config.vllm_file import SOURCE, without_unheard
 
 _SECTIONS = ("serve", "toolchain", "cache", "farm")
+_OUT_OF_BOUNDS = {
+    "greater_than_equal": ("ge", "at least"),
+    "greater_than": ("gt", "above"),
+    "less_than_equal": ("le", "at most"),
+    "less_than": ("lt", "below"),
+}
+"""By pydantic's name for a number outside them: its name of the bound, and ours."""
 _Section = TypeVar("_Section", bound=BaseModel)
 
 Overrides = Mapping[str, Mapping[str, Any]]
@@ -168,6 +176,11 @@ def _section(
     name: str, model: type[_Section], sections: Mapping[str, Mapping[str, Any]], findings: Findings
 ) -> _Section:
     """One of our own sections; its defaults where something is wrong with it."""
+    endless = list(_not_finite(name, sections.get(name, {})))
+    for path, number in endless:
+        findings.refuse(path, number, "a finite number")
+    if endless:
+        return model()
     try:
         # Through JSON: that is what strict types are defined for, with lists where tuples are.
         return model.model_validate_json(json.dumps(sections.get(name, {}), allow_nan=False))
@@ -176,7 +189,9 @@ def _section(
             findings.problem(name, None, f"{name} holds what JSON cannot: {error}")
             return model()
         for detail in error.errors(include_url=False):
-            where = [name, *map(str, detail["loc"])]
+            # "[key]" stands for the name before it, not for what it names.
+            loc = [str(part) for part in detail["loc"] if part not in ("[key]", "")]
+            where = [name, *loc]
             path = ".".join(where)
             if detail["type"] == "extra_forbidden":
                 fields = RemoteConfig if "remotes" in where[1:-1] else model
@@ -189,8 +204,35 @@ def _section(
                     f"did you mean {meant}?" if meant else None,
                 )
             else:
-                findings.refuse(path, detail["input"], *_allowed(detail["type"], detail))
+                field = model.model_fields.get(loc[0]) if len(loc) == 1 else None
+                bounds = (
+                    _bounds(field.metadata) if field and detail["type"] in _OUT_OF_BOUNDS else ""
+                )
+                allowed, hint = _allowed(detail["type"], detail)
+                findings.refuse(path, detail["input"], bounds or allowed, hint)
         return model()
+
+
+def _not_finite(path: str, value: object) -> Iterator[tuple[str, float]]:
+    """Path → number of what is nested in `value` and is infinite or no number (`.inf`, `.nan`)."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _not_finite(f"{path}.{name}", item)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _not_finite(f"{path}.{index}", item)
+
+
+def _bounds(metadata: Sequence[Any]) -> str:
+    """Which numbers a field may hold, both ends of them."""
+    return ", ".join(
+        f"{words} {getattr(bound, name):g}"
+        for bound in metadata
+        for name, words in _OUT_OF_BOUNDS.values()
+        if getattr(bound, name, None) is not None
+    )
 
 
 def _allowed(kind: str, detail: Mapping[str, Any]) -> tuple[str, str | None]:
@@ -209,10 +251,9 @@ def _allowed(kind: str, detail: Mapping[str, Any]) -> tuple[str, str | None]:
     }
     if kind == "string_type":
         return "a text", "write it in quotes" if isinstance(detail["input"], int | float) else None
-    if kind == "greater_than_equal":
-        return f"at least {context['ge']}", None
-    if kind == "greater_than":
-        return f"above {context['gt']}", None
+    if kind in _OUT_OF_BOUNDS:
+        name, words = _OUT_OF_BOUNDS[kind]
+        return f"{words} {context[name]:g}", None
     if kind == "literal_error":
         return str(context["expected"]).replace("'", ""), None
     if kind == "string_pattern_mismatch":
