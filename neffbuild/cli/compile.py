@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from neffbuild.cli import options, output, tiers
-from neffbuild.cli.farm import farm_options
+from neffbuild.cli.farm import farm_options, unused_fields
 from neffbuild.cli.selection import Selection, choose, part_of, selection_options
 from neffbuild.cli.shards import shard_option, shard_words
 from neffbuild.config.errors import ConfigError, ToolchainRefusal
@@ -69,6 +69,8 @@ def command(
     if json_lines and as_json:
         raise ConfigError("--json and --json-lines exclude each other", field="--json-lines")
     config = options.only_config(words, cache, {"farm": farm})
+    if unused := unused_fields(config.farm, farm):
+        output.remark(unused)
     toolchain = load_toolchain(config.toolchain.name)
     if reason := toolchain.refusal(config):
         raise ToolchainRefusal(reason, hint="`neffbuild plan` works for this config all the same")
@@ -101,7 +103,8 @@ def command(
         if shard is not None:
             output.write(f"shard {shard}: {len(part.names)} of {counted(part.of_units, 'unit')}")
         again = f"neffbuild compile {shard_words(shard)}{options.config_words(words, cache)}"
-        _print(rows, run, tiered, failed, len(chosen.put_off), again)
+        none = "no failure of these units is recorded" if retry_failed else "no unit is chosen"
+        _print(rows, run, tiered, failed, len(chosen.put_off), again, none)
     if run is not None and run.interrupted:
         return output.INTERRUPTED
     return 1 if failed else 0
@@ -114,12 +117,14 @@ def _print(
     failed: int,
     put_off: int,
     again: str,
+    none: str,
 ) -> None:
+    """`none` says what it means that there are no rows."""
     from neffbuild.report.text import counted_are, report_text
 
     place = tiered.local.url
     if run is None and not failed:
-        what = f"all {len(rows)} units are cached in {place}" if rows else "no unit is chosen"
+        what = f"all {len(rows)} units are cached in {place}" if rows else none
         output.write(f"nothing to do: {what}")
     else:
         output.write(report_text(rows))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from neffbuild.config.duration import parse_duration
 from neffbuild.config.errors import ConfigError
 from neffbuild.config.sizes import parse_size
+
+if TYPE_CHECKING:
+    from neffbuild.config.build import FarmConfig
 
 
 def farm_options(command: Callable[..., int]) -> Callable[..., int]:
@@ -26,6 +29,27 @@ def farm_options(command: Callable[..., int]) -> Callable[..., int]:
     for option in reversed(_OPTIONS):
         decorated = option(decorated)
     return decorated
+
+
+def unused_fields(farm: FarmConfig, given: Mapping[str, Any]) -> str | None:
+    """What to tell the user of fields in the config that its executor does not look at, if there are any.
+
+    Raises `ConfigError` where one of them is `given` on the command line, by field.
+    """
+    other, fields = _OF_ANOTHER[farm.executor]
+    for name in fields:
+        if name in given:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{option} is {given[name]!r}, and the executor is {farm.executor}: only {other} looks at it",
+                field=option,
+                value=given[name],
+                hint=f"leave it out, or add --executor {other}",
+            )
+    unused = [f"farm.{name}" for name in fields if name in farm.model_fields_set]
+    if not unused:
+        return None
+    return f"not looked at by the executor {farm.executor}, only by {other}: {', '.join(unused)}"
 
 
 def _workers(
@@ -103,4 +127,9 @@ _OPTIONS = (
         help="After the first failure, start nothing more, or go on with the others (the default).",
     ),
 )
+_OF_ANOTHER = {
+    "local": ("ray", ("address", "resources", "node_wait")),
+    "ray": ("local", ("memory_fraction",)),
+}
+"""By executor: another one, and the fields of `farm` that only that one looks at."""
 _FIELDS = ("executor", "address", "workers", "timeout", "memory", "retries", "fail_fast")

@@ -78,6 +78,7 @@ def test_workers_run_at_once_as_far_as_there_are_cores_for_them(project: Project
         (["--timeout", "soon"], "'soon' is not a duration"),
         (["--memory", "lots"], "'lots' is not a size"),
         (["--retries", "-1"], "--retries"),
+        (["--address", "10.0.0.1:6379"], "the executor is local: only ray looks at it"),
         (["--skip-failed", "--retry-failed"], "exclude each other"),
         (["--json-lines", "--json"], "exclude each other"),
     ],
@@ -86,6 +87,14 @@ def test_farm_options_that_cannot_be(project: Project, words: list[str], reason:
     ran = project.call("compile", project.write(), *words)
     assert ran.status == 2
     assert reason in (ran.out + ran.err)
+
+
+def test_fields_of_another_executor_are_remarked_on(project: Project) -> None:
+    farm = {"address": "10.0.0.1:6379", "resources": {"neuron_cores": 1}, "workers": 2}
+    ran = project.call("compile", project.write(sections={"farm": farm}), "--only", "*_b1_*")
+    assert ran.status == 0
+    said = "not looked at by the executor local, only by ray: farm.address, farm.resources"
+    assert said in ran.err.splitlines()
 
 
 def test_options_win_over_the_farm_section(project: Project) -> None:
@@ -174,7 +183,8 @@ class TestOneFailure:
         retried = failed.run("compile", "config.yaml", "--retry-failed", "--json")
         assert outcomes(retried.document) == {"decode_b2_ctx1024": "built"}
         nothing = failed.run("compile", "config.yaml", "--retry-failed")
-        assert (nothing.status, nothing.out) == (0, "nothing to do: no unit is chosen\n")
+        said = "nothing to do: no failure of these units is recorded\n"
+        assert (nothing.status, nothing.out) == (0, said)
 
     def test_leaves_the_rest_usable(self, failed: Project, tmp_path: Path) -> None:
         assert failed.run("compile", "config.yaml").status == 1
