@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from neffbuild.grid.shapes import Shape
 
 _SHOWN = 40
+_NAMED = 8
 _SIGNS = {"missing": "-", "extra": "+", "other_width": "~", "setting": "~", "failed": "!"}
 
 
@@ -96,9 +97,12 @@ def _text(document: Mapping[str, Any], conformance: Conformance) -> str:
     lines = [f"{_SIGNS[one.kind]} {one.name}  {one.detail}" for one in conformance.differences]
     if len(lines) > _SHOWN:
         lines[_SHOWN:] = [f"… and {len(lines) - _SHOWN} more (--json lists them)"]
-    if conformance.not_covered:
-        names = ", ".join(conformance.not_covered)
-        lines.append(f"note: the plan does not cover prefill, which the engine compiles: {names}")
+    if left_out := conformance.not_covered:
+        more = f" and {len(left_out) - _NAMED} more" if len(left_out) > _NAMED else ""
+        names = ", ".join(left_out[:_NAMED])
+        lines.append(
+            f"note: compiled by the engine, of a phase that the plan leaves out: {names}{more}"
+        )
     if conformance.unread:
         name, reason = next(iter(conformance.unread.items()))
         lines.append(

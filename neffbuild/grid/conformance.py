@@ -183,10 +183,9 @@ def _order(shape: Shape | None) -> tuple[str, int, int, int]:
     return "", 0, 0, 0
 
 
-def prefill_names(shapes: Iterable[Shape]) -> tuple[str, ...]:
-    """The bucket names of the prefill programs among shapes, in order."""
-    prefill = (one for one in shapes if isinstance(one, PrefillShape))
-    return tuple(one.bucket_name for one in sorted(prefill, key=_order))
+def bucket_names(shapes: Iterable[Shape]) -> tuple[str, ...]:
+    """The bucket names of shapes, in order."""
+    return tuple(one.bucket_name for one in sorted(shapes, key=_order))
 
 
 def covered(shapes: Collection[Shape], compiled: Iterable[Shapes]) -> int:

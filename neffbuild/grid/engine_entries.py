@@ -20,8 +20,8 @@ from neffbuild.grid.conformance import (
     Conformance,
     Difference,
     Expected,
+    bucket_names,
     covered,
-    prefill_names,
     shape_differences,
 )
 from neffbuild.grid.shapes import DecodeShape, Family, PrefillShape, Shape
@@ -84,12 +84,15 @@ def compare_entries(expected: Expected, entries: Iterable[EngineEntry]) -> Confo
             hint="name the folder whose subfolders are named by 32 hex digits; looked for "
             "example_inputs.txt and fxgraph.txt in each of them",
         )
-    prefill = frozenset(one for one in shapes if isinstance(one, PrefillShape))
-    decode = frozenset(shapes) - prefill
-    differences += shape_differences(expected, expected.decode, [decode], frozenset())
-    if expected.prefill:
-        differences += shape_differences(expected, expected.prefill, [prefill], frozenset())
-        prefill = frozenset()
+    left_out: list[str] = []
+    for planned, compiled in (
+        (expected.decode, frozenset(one for one in shapes if not isinstance(one, PrefillShape))),
+        (expected.prefill, frozenset(one for one in shapes if isinstance(one, PrefillShape))),
+    ):
+        if planned:
+            differences += shape_differences(expected, planned, [compiled], frozenset())
+        else:
+            left_out += bucket_names(compiled)
     notes = [f"{told} entries were read"]
     if unfinished:
         notes.append(
@@ -98,7 +101,7 @@ def compare_entries(expected: Expected, entries: Iterable[EngineEntry]) -> Confo
     return Conformance(
         covered(expected.shapes, [frozenset(shapes)]),
         tuple(differences),
-        prefill_names(prefill),
+        tuple(left_out),
         unread,
         tuple(notes),
     )

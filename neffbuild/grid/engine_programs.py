@@ -16,8 +16,8 @@ from neffbuild.grid.conformance import (
     Conformance,
     Difference,
     Expected,
+    bucket_names,
     covered,
-    prefill_names,
     shape_differences,
 )
 from neffbuild.grid.engine_log import LOOKED_FOR, EngineLog, Failure, Pair, Targets
@@ -45,6 +45,7 @@ def compare_log(expected: Expected, log: EngineLog) -> Conformance:
         )
     differences = _setting_differences(expected.serve, log)
     shapes: list[frozenset[Shape]] = []
+    left_out: list[str] = []
     for planned, targets, other, shapes_of in (
         (expected.decode, log.decode, log.prefill, _decode_shapes),
         (expected.prefill, log.prefill, log.decode, _prefill_shapes),
@@ -52,7 +53,9 @@ def compare_log(expected: Expected, log: EngineLog) -> Conformance:
         lists = [shapes_of(expected, log, pairs) for pairs in targets.lists]
         others = shapes_of(expected, log, targets.others)
         shapes += [*lists, others]
-        if planned:
+        if not planned:
+            left_out += bucket_names(frozenset[Shape]().union(*lists, others))
+        else:
             # Of two phases an engine may skip one, and then does not mention it.
             compiled = [frozenset[Shape]()] if other.lists and not targets.named else lists
             differences += shape_differences(expected, planned, compiled, others)
@@ -60,11 +63,10 @@ def compare_log(expected: Expected, log: EngineLog) -> Conformance:
     differences += [_not_allowed(key) for key in sorted(log.misses)]
     if not differences:
         _require_whole(expected, log)
-    left_out = frozenset[Shape]().union(*shapes) if not expected.prefill else frozenset[Shape]()
     return Conformance(
         covered(expected.shapes, shapes),
         tuple(differences),
-        prefill_names(left_out),
+        tuple(left_out),
         notes=tuple(_notes(expected, log)),
     )
 

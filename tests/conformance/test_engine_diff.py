@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -188,23 +189,37 @@ class TestPrefill:
     BUCKETS = ((512, 0), (2048, 0))
 
     def test_it_is_not_covered_by_a_plan_of_decode(self, project: Project, config: str) -> None:
-        if any(one.startswith("prefill") for one in planned(project, config)):
-            pytest.skip("the plan covers prefill")
         ran = with_log(project, config, prefilling(self.BUCKETS), extracting(PAIRS))
         assert ran.status == 0
         assert ran.document["not_covered"] == ["prefill_s512", "prefill_s2048"]
         text = project.call("diff", config, "--engine-log", "serve.log").out
-        assert "the plan does not cover prefill, which the engine compiles: prefill_s512" in text
+        assert "of a phase that the plan leaves out: prefill_s512, prefill_s2048" in text
 
     def test_an_engine_that_only_prefills(self, project: Project, config: str) -> None:
         ran = with_log(project, config, prefilling(self.BUCKETS))
         assert len(found(ran)["missing"]) == 6
         assert "names no decode targets" in ran.document["notes"][0]
 
+    NEURON = MappingProxyType({"name": "neuronx", "target": "trn2"})
 
-def planned(project: Project, config: str) -> list[str]:
-    units = project.call("plan", config, "--json").document["units"]
-    return [unit["bucket_name"] for unit in units]
+    @pytest.mark.parametrize("speculation", [..., EAGLE3], ids=["alone", "EAGLE3"])
+    def test_a_plan_of_both(self, project: Project, speculation: Any) -> None:
+        config = project.write(toolchain=self.NEURON, speculative_config=speculation)
+        lines = [prefilling([(2048, 2048)]), extracting(PAIRS)]
+        assert with_log(project, config, *lines).status == 0
+        assert with_log(project, config, *lines).document["not_covered"] == []
+        families = 1 if speculation is ... else 2
+        segment = found(with_log(project, config, prefilling([(2048, 512)]), lines[1]))
+        assert len(segment["other_width"]) == families
+        assert len(found(with_log(project, config, lines[1]))["missing"]) == families
+
+    def test_a_plan_of_prefill(self, project: Project) -> None:
+        config = project.write(toolchain={**self.NEURON, "phases": "prefill"})
+        ran = with_log(project, config, prefilling([(2048, 2048)]), extracting(PAIRS))
+        assert ran.status == 0
+        assert ran.document["not_covered"] == [
+            f"decode_b{rows}_ctx{context}" for rows, context in PAIRS
+        ]
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,19 @@ def test_the_program_computes_what_eager_vllm_computes(
     assert eager.answers == cold.answers
 
 
+def test_an_engine_says_in_its_log_that_it_compiles_what_is_planned(
+    cold: Served, release: Release, model: Path, place: Path
+):
+    [log] = cold.host.folder.glob("serve-*.log")
+    done = engines.neffbuild("diff", release.config, "--engine-log", log)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 program as planned, no difference" in done.stdout
+    other = engines.write_config(place / "longer", model, max_model_len=1024)
+    done = engines.neffbuild("diff", other, "--engine-log", log)
+    assert done.returncode == 1
+    assert "planned with max_model_len 1024; the engine has 512" in done.stdout
+
+
 def test_another_host_starts_from_what_it_pulled_and_compiles_nothing(
     cold: Served, release: Release, model: Path, place: Path
 ):
