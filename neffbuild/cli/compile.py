@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from neffbuild.cache.directory import DirectoryStore
     from neffbuild.cache.plan import Plan, PlannedUnit
     from neffbuild.cache.tiered import TieredStore
+    from neffbuild.cli.events import EventLines
     from neffbuild.cli.selection import Chosen, Part
     from neffbuild.farm.outcomes import RunResult
     from neffbuild.farm.shards import Shard
@@ -60,6 +61,7 @@ def command(
     Ctrl-C finishes the units that are running, a second one ends them.
     """
     from neffbuild.cache.records import read_failures
+    from neffbuild.cli.events import EventLines
     from neffbuild.farm.expectations import prior_of
     from neffbuild.report.rows import run_document
     from neffbuild.report.text import counted
@@ -84,8 +86,9 @@ def command(
     chosen = choose(plan, part, selection, failures)
 
     run = None
+    lines = EventLines() if json_lines else None
     if chosen.to_compile:
-        run = _compile(plan, chosen.to_compile, toolchain, tiered, json_lines)
+        run = _compile(plan, chosen.to_compile, toolchain, tiered, lines)
     _conclude(plan, tiered)
     rows = _rows(chosen, run, tiered.local)
     document = {
@@ -95,8 +98,10 @@ def command(
     if shard is not None:
         document["shard"] = {**shard.document(), "of_units": part.of_units}
     failed = sum(row.outcome not in ("built", "cached") for row in rows)
-    if json_lines:
+    if lines is not None:
         output.print_json_line(document)
+        if lines.unwritten is not None:
+            raise lines.unwritten
     elif as_json:
         output.print_json(document)
     else:
@@ -160,9 +165,8 @@ def _compile(
     missing: Sequence[PlannedUnit],
     toolchain: Toolchain,
     tiered: TieredStore,
-    json_lines: bool,
+    lines: EventLines | None,
 ) -> RunResult:
-    from neffbuild.cli.events import event_lines
     from neffbuild.cli.progress import farm_progress
     from neffbuild.farm.outcomes import Event, Outcome, UnitFinished
     from neffbuild.farm.run import compile_units
@@ -184,7 +188,7 @@ def _compile(
         if unit.recipe is not None and unit.key is not None
     ]
     stored = (Outcome.BUILT, Outcome.CACHED)
-    shown = event_lines() if json_lines else farm_progress()
+    shown = farm_progress() if lines is None else contextlib.nullcontext(lines)
     with shown as show, tiered.fetching() if shared else tiered.publishing() as copy:
 
         def on_event(event: Event) -> None:

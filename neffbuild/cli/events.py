@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -15,16 +13,24 @@ from neffbuild.toolchain.base import Unit
 SCHEMA = "neffbuild.event/1"
 
 
-@contextmanager
-def event_lines() -> Iterator[Callable[[Event], None]]:
-    """What to call with each event: it is printed as a `neffbuild.event/1` document on a line. What
-    happens several times a second is left out."""
+class EventLines:
+    """Call it with each event: it is printed as a `neffbuild.event/1` document on a line. What happens
+    several times a second is left out.
 
-    def on_event(event: Event) -> None:
-        if not isinstance(event, UnitMemory):
+    A line that cannot be written costs no compile: what follows is dropped, and `unwritten` says why.
+    """
+
+    def __init__(self) -> None:
+        self.unwritten: output.Unwritten | None = None
+
+    def __call__(self, event: Event) -> None:
+        if self.unwritten is not None or isinstance(event, UnitMemory):
+            return
+        try:
             output.print_json_line(event_document(event))
-
-    yield on_event
+        except output.Unwritten as error:
+            self.unwritten = error
+            output.remark(f"{error.message}; the run goes on without it")
 
 
 def event_document(event: Event) -> dict[str, Any]:

@@ -187,6 +187,17 @@ def test_a_full_disk_behind_a_redirection_is_said(
     assert reason in ran.err
 
 
+def test_events_that_cannot_be_written_cost_no_unit(project: Project) -> None:
+    config = project.write()
+    with Path("/dev/full").open("wb") as full:
+        ran = project.run("compile", config, "--json-lines", stdout=full)
+    assert ran.status == 1
+    said = "cannot write the result to standard output: No space left on device"
+    assert ran.err.count(f"{said}; the run goes on without it") == 1
+    assert f"error: {said}" in ran.err
+    assert project.call("plan", config, "--check").status == 0
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
