@@ -10,8 +10,19 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from neffbuild.config.errors import ConfigError
+from neffbuild.config.model import SLIDING_ATTENTION, ModelConfig
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
+SUPPORTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MinistralForCausalLM",
+    "Qwen2ForCausalLM",
+)
+"""All of one arithmetic: the second and third of a Llama whose layers may have sliding windows, the last
+with biases on queries, keys and values besides."""
+_WINDOW_BY_DEFAULT = ("MistralForCausalLM", "MinistralForCausalLM")
+_BIASED = "Qwen2ForCausalLM"
+_LAYER_TYPES = frozenset({"full_attention", SLIDING_ATTENTION})
 SUPPORTED_DTYPES = ("float32", "bfloat16")
 """`serve.dtype`: what weights, activations and KV cache are kept in."""
 _ROPE_TYPES = ("default", "llama3")
@@ -31,9 +42,12 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class LlamaArchitecture:
-    """A Llama decoder. Names are those of Hugging Face `LlamaConfig`, defaults resolved.
+    """A Llama decoder, or one of the same arithmetic. Names are those of Hugging Face `LlamaConfig`,
+    defaults resolved.
 
-    `rope_scaling` is None for plain rotary embeddings.
+    `rope_scaling` is None for plain rotary embeddings. `attention_bias` is of queries, keys and values,
+    `attention_output_bias` of what is made of them. `layer_windows` are the windows of the layers'
+    attention in positions, None for a layer without.
     """
 
     vocab_size: int
@@ -48,7 +62,19 @@ class LlamaArchitecture:
     rope_scaling: Llama3Scaling | None
     tie_word_embeddings: bool
     attention_bias: bool
+    attention_output_bias: bool
     mlp_bias: bool
+    layer_windows: tuple[int | None, ...]
+
+    @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """The windows of the KV groups, those layers that read the cache through one block table: None
+        for the layers without a window, which come first."""
+        return tuple(sorted(set(self.layer_windows), key=lambda window: window or 0))
+
+    @property
+    def has_windows(self) -> bool:
+        return self.kv_windows != (None,)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -58,7 +84,8 @@ class LlamaArchitecture:
         number, and every variation the decoder does not compute.
         """
         stated = config.get("architectures")
-        if first_architecture(stated) not in SUPPORTED_ARCHITECTURES:
+        architecture = first_architecture(stated)
+        if architecture not in SUPPORTED_ARCHITECTURES:
             raise ConfigError(
                 f"no reference model for architecture {stated!r}; supported: "
                 + ", ".join(SUPPORTED_ARCHITECTURES),
@@ -82,6 +109,7 @@ class LlamaArchitecture:
         if head_dim % 2:
             raise _malformed("head_dim", head_dim, "an even number")
         rope = _rope_parameters(config)
+        is_biased = architecture == _BIASED or _bool(config, "attention_bias")
         return cls(
             vocab_size=_positive_int(config, "vocab_size"),
             hidden_size=hidden_size,
@@ -94,8 +122,10 @@ class LlamaArchitecture:
             rope_theta=_positive_float(rope, "rope_theta", 10000.0),
             rope_scaling=_llama3_scaling(config, rope),
             tie_word_embeddings=_bool(config, "tie_word_embeddings"),
-            attention_bias=_bool(config, "attention_bias"),
+            attention_bias=is_biased,
+            attention_output_bias=is_biased and architecture != _BIASED,
             mlp_bias=_bool(config, "mlp_bias"),
+            layer_windows=_layer_windows(config, architecture),
         )
 
 
@@ -115,6 +145,21 @@ def _refuse_variations(config: Mapping[str, Any]) -> None:
             value=config["quantization_config"],
             hint="use the unquantised checkpoint",
         )
+
+
+def _layer_windows(config: Mapping[str, Any], architecture: object) -> tuple[int | None, ...]:
+    kinds = config.get("layer_types")
+    for kind in kinds if isinstance(kinds, list) else []:
+        if kind not in _LAYER_TYPES:
+            raise _malformed("layer_types", kind, "layers of " + " or ".join(sorted(_LAYER_TYPES)))
+    if architecture in _WINDOW_BY_DEFAULT and "sliding_window" not in config:
+        # Left out, it is one number to transformers and another to who left it out.
+        raise _malformed("sliding_window", None, "it stated: a positive integer, or null for none")
+    try:
+        return ModelConfig("being served", config).layer_windows
+    except ConfigError as error:
+        error.field = f"model.{error.field}"
+        raise
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -12,10 +12,13 @@ from neffbuild.cache.serve_options import auxiliary_layers
 from neffbuild.config.build import BuildConfig
 from neffbuild.config.errors import ConfigError
 from neffbuild.grid.shapes import DecodeShape, Family
+from neffbuild.grid.windows import WindowColumns, extra_positions, span_columns
 from neffbuild.models.architecture import SUPPORTED_DTYPES, LlamaArchitecture
-from neffbuild.models.eagle3 import Eagle3Draft
+from neffbuild.models.eagle3 import Eagle3Draft, WindowedEagle3Draft
 from neffbuild.models.eagle3_architecture import Eagle3Architecture
-from neffbuild.models.llama import KVCache, LlamaDecoder
+from neffbuild.models.layers import KVCache
+from neffbuild.models.llama import LlamaDecoder
+from neffbuild.models.windowed import WindowedDecoder
 
 
 class StepInputs(NamedTuple):
@@ -39,6 +42,32 @@ class DraftInputs(NamedTuple):
     auxiliary_hidden_states: Tensor
 
 
+class WindowedInputs(NamedTuple):
+    """The same of a model with sliding windows, in the order `WindowedDecoder.forward` takes them."""
+
+    input_ids: Tensor
+    positions: Tensor
+    query_lens: Tensor
+    slot_mappings: tuple[Tensor, ...]
+    block_tables: tuple[Tensor, ...]
+    position_offsets: tuple[Tensor, ...]
+
+
+class WindowedDraftInputs(NamedTuple):
+    """The same of a draft with a sliding window, in the order `WindowedEagle3Draft.forward` takes them."""
+
+    input_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    block_table: Tensor
+    position_offset: Tensor
+    query_lens: Tensor
+    auxiliary_hidden_states: Tensor
+
+
+Inputs = StepInputs | WindowedInputs | DraftInputs | WindowedDraftInputs
+
+
 def step_inputs(shape: DecodeShape, block_size: int) -> StepInputs:
     """Inputs of a program that holds pad rows only (all zero): buffers to fill, or an example."""
     tokens = (shape.num_seqs, shape.query_len)
@@ -59,6 +88,45 @@ def draft_inputs(
     """The same for a draft's program; `auxiliary_size` and `dtype` are those of its auxiliary states."""
     states = torch.zeros(shape.num_seqs, shape.query_len, auxiliary_size, dtype=dtype)
     return DraftInputs(*step_inputs(shape, block_size), states)
+
+
+def windowed_inputs(shape: DecodeShape, columns: Sequence[int]) -> WindowedInputs:
+    """The same for a program of a model with sliding windows; `columns` of each KV group's table."""
+    tokens, rows = (shape.num_seqs, shape.query_len), shape.num_seqs
+    return WindowedInputs(
+        input_ids=torch.zeros(tokens, dtype=torch.int32),
+        positions=torch.zeros(tokens, dtype=torch.int64),
+        query_lens=torch.zeros(rows, dtype=torch.int32),
+        slot_mappings=tuple(torch.zeros(tokens, dtype=torch.int64) for _ in columns),
+        block_tables=tuple(torch.zeros(rows, width, dtype=torch.int32) for width in columns),
+        position_offsets=tuple(torch.zeros(rows, dtype=torch.int32) for _ in columns),
+    )
+
+
+def windowed_draft_inputs(
+    shape: DecodeShape, columns: int, auxiliary_size: int, dtype: torch.dtype
+) -> WindowedDraftInputs:
+    """The same for the program of a draft with a sliding window."""
+    tokens, rows = (shape.num_seqs, shape.query_len), shape.num_seqs
+    return WindowedDraftInputs(
+        input_ids=torch.zeros(tokens, dtype=torch.int32),
+        positions=torch.zeros(tokens, dtype=torch.int64),
+        slot_mapping=torch.zeros(tokens, dtype=torch.int64),
+        block_table=torch.zeros(rows, columns, dtype=torch.int32),
+        position_offset=torch.zeros(rows, dtype=torch.int32),
+        query_lens=torch.zeros(rows, dtype=torch.int32),
+        auxiliary_hidden_states=torch.zeros(*tokens, auxiliary_size, dtype=dtype),
+    )
+
+
+def named_inputs(inputs: Inputs) -> dict[str, Tensor]:
+    """Inputs by the names a captured program knows them under: one of several tables is
+    `block_tables.<group>`."""
+    return {
+        name if index is None else f"{name}.{index}": tensor
+        for name, value in inputs._asdict().items()
+        for index, tensor in (enumerate(value) if isinstance(value, tuple) else [(None, value)])
+    }
 
 
 def block_table_width(context_len: int, block_size: int) -> int:
@@ -120,20 +188,21 @@ def model_dtype(config: BuildConfig) -> torch.dtype:
     return dtype
 
 
-def build_decoder(config: BuildConfig, family: Family) -> LlamaDecoder:
+def build_decoder(config: BuildConfig, family: Family) -> LlamaDecoder | WindowedDecoder:
     """The model whose step a family's programs run, parameters uninitialised.
 
     The two families that run beside an EAGLE3 draft return auxiliary hidden states; `target` does not.
     Raises `ConfigError` for a model the decoder does not compute.
     """
-    return LlamaDecoder(
-        LlamaArchitecture.from_config(config.model.architecture),
+    architecture = LlamaArchitecture.from_config(config.model.architecture)
+    return (WindowedDecoder if architecture.has_windows else LlamaDecoder)(
+        architecture,
         model_dtype(config),
         auxiliary_layers(config) or () if family is not Family.TARGET else (),
     )
 
 
-def build_draft(config: BuildConfig) -> Eagle3Draft:
+def build_draft(config: BuildConfig) -> Eagle3Draft | WindowedEagle3Draft:
     """The config's EAGLE3 draft, parameters uninitialised.
 
     Raises `ConfigError` for a draft the reference does not compute, or that does not fit the target.
@@ -144,20 +213,39 @@ def build_draft(config: BuildConfig) -> Eagle3Draft:
         LlamaArchitecture.from_config(config.model.architecture),
         auxiliary_layers(config) or (),
     )
-    return Eagle3Draft(eagle3, model_dtype(config), config.serve.num_speculative_tokens)
+    return (WindowedEagle3Draft if eagle3.layer.has_windows else Eagle3Draft)(
+        eagle3, model_dtype(config), config.serve.num_speculative_tokens
+    )
 
 
 def build_program(
-    config: BuildConfig, shape: DecodeShape
-) -> tuple[LlamaDecoder | Eagle3Draft, StepInputs | DraftInputs]:
+    config: BuildConfig, shape: DecodeShape, window_columns: WindowColumns = span_columns
+) -> tuple[LlamaDecoder | WindowedDecoder | Eagle3Draft | WindowedEagle3Draft, Inputs]:
     """The model whose step a shape's program runs, and inputs of that shape. Raises as
     `build_decoder` and `build_draft` do."""
-    block_size = config.serve.block_size
+    block_size, spec_tokens = config.serve.block_size, config.serve.num_speculative_tokens
+
+    def columns(architecture: LlamaArchitecture) -> list[int]:
+        full, extra = (
+            block_table_width(shape.context_len, block_size),
+            extra_positions(shape, spec_tokens),
+        )
+        return [
+            full if window is None else min(window_columns(window, extra, block_size), full)
+            for window in architecture.kv_windows
+        ]
+
     if shape.family is not Family.DRAFT:
-        return build_decoder(config, shape.family), step_inputs(shape, block_size)
-    draft = build_draft(config)
-    inputs = draft_inputs(shape, block_size, draft.eagle3.auxiliary_size, model_dtype(config))
-    return draft, inputs
+        decoder = build_decoder(config, shape.family)
+        if isinstance(decoder, WindowedDecoder):
+            return decoder, windowed_inputs(shape, columns(decoder.architecture))
+        return decoder, step_inputs(shape, block_size)
+    draft, dtype = build_draft(config), model_dtype(config)
+    auxiliary_size = draft.eagle3.auxiliary_size
+    if isinstance(draft, WindowedEagle3Draft):
+        [own] = columns(draft.architecture)
+        return draft, windowed_draft_inputs(shape, own, auxiliary_size, dtype)
+    return draft, draft_inputs(shape, block_size, auxiliary_size, dtype)
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:

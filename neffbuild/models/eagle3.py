@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from neffbuild.config.errors import ConfigError
+from neffbuild.models.draft_tables import FullTable, Table, WindowTable
 from neffbuild.models.eagle3_architecture import Eagle3Architecture
-from neffbuild.models.llama import (
+from neffbuild.models.layers import (
     MLP,
-    PAD_TOKEN_ID,
     Attention,
     Embedding,
     KVCache,
@@ -32,6 +32,7 @@ from neffbuild.models.llama import (
     RMSNorm,
     RotaryEmbedding,
 )
+from neffbuild.models.llama import PAD_TOKEN_ID, live_tokens
 
 
 class Eagle3Layer(nn.Module):
@@ -69,8 +70,9 @@ class Eagle3Layer(nn.Module):
         return output
 
 
-class Eagle3Draft(nn.Module):
-    """The proposals of one step for every row. Parameters are allocated and not initialised.
+class Proposer(nn.Module):
+    """The proposals of one step for every row; how it is told where keys and values are differs between
+    `Eagle3Draft` and `WindowedEagle3Draft`. Parameters are allocated and not initialised.
 
     The embedding is an input like every weight: the target's own, or one of the draft's.
     """
@@ -99,6 +101,55 @@ class Eagle3Draft(nn.Module):
             self.register_buffer("d2t", torch.zeros(eagle3.draft_vocab_size, dtype=torch.int64))
         self.requires_grad_(False)
 
+    def _propose(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        table: Table,
+        query_lens: Tensor,
+        auxiliary_hidden_states: Tensor,
+        kv_cache: KVCache,
+    ) -> tuple[Tensor]:
+        def layer(
+            ids: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, live: Tensor
+        ) -> Tensor:
+            embedded = self.embed_tokens(ids)
+            rotary = self.rotary_emb(positions, embedded.dtype)
+            visible = table.visible(positions, live)
+            output: Tensor = self.midlayer(
+                embedded, hidden, rotary, slots, live, table.block_table, visible, kv_cache
+            )
+            return output
+
+        live = live_tokens(input_ids, query_lens)
+        positions = torch.where(live, positions, 0)
+        fused = self.fc(auxiliary_hidden_states.masked_fill(~live[..., None], 0))
+        ids, slots = torch.where(live, input_ids, 0), torch.where(live, slot_mapping, 0)
+        hidden = layer(ids, fused, positions, slots, live)  # [B, Q, H]
+
+        # From here on a row has one query: its last.
+        last = (query_lens[:, None].long() - 1).clamp(min=0)
+        live = query_lens[:, None] > 0
+        positions = positions.gather(1, last)
+        hidden = hidden.take_along_dim(last[..., None], dim=1)  # [B, 1, H]
+        drafts = [self._most_likely(hidden)]
+        for _ in range(self.num_speculative_tokens - 1):
+            positions = torch.where(live, positions + 1, 0)
+            slots = table.slots(positions, live)
+            hidden = layer(drafts[-1], hidden, positions, slots, live)
+            drafts.append(self._most_likely(hidden))
+        return (torch.where(live, torch.cat(drafts, dim=1), PAD_TOKEN_ID).to(torch.int32),)
+
+    def _most_likely(self, hidden: Tensor) -> Tensor:
+        """Greedy drafts `[B, 1]` int64 in the target's vocabulary."""
+        drafts: Tensor = self.lm_head(self.norm(hidden)).argmax(dim=-1)
+        return drafts + self.d2t[drafts] if self.eagle3.maps_vocabulary else drafts
+
+
+class Eagle3Draft(Proposer):
+    """The proposals of a draft whose layer sees the whole context."""
+
     def forward(
         self,
         input_ids: Tensor,
@@ -126,50 +177,38 @@ class Eagle3Draft(nn.Module):
         vocabulary; `PAD_TOKEN_ID` in rows that get none.
         """
         [kv_cache] = kv_caches
-        block_size = kv_cache[0].shape[1]
-        context = torch.arange(block_table.shape[1] * block_size, device=input_ids.device)
+        table = FullTable(block_table, kv_cache[0].shape[1])
+        return self._propose(
+            input_ids, positions, slot_mapping, table, query_lens, auxiliary_hidden_states, kv_cache
+        )
 
-        def layer(
-            ids: Tensor, hidden: Tensor, positions: Tensor, slots: Tensor, live: Tensor
-        ) -> Tensor:
-            embedded = self.embed_tokens(ids)
-            rotary = self.rotary_emb(positions, embedded.dtype)
-            visible = context <= positions[..., None]
-            output: Tensor = self.midlayer(
-                embedded, hidden, rotary, slots, live, block_table, visible, kv_cache
-            )
-            return output
 
-        live = torch.arange(input_ids.shape[1], device=input_ids.device) < query_lens[:, None]
-        positions = torch.where(live, positions, 0)
-        fused = self.fc(auxiliary_hidden_states.masked_fill(~live[..., None], 0))
-        ids, slots = torch.where(live, input_ids, 0), torch.where(live, slot_mapping, 0)
-        hidden = layer(ids, fused, positions, slots, live)  # [B, Q, H]
+class WindowedEagle3Draft(Proposer):
+    """The proposals of a draft whose layer has a sliding window."""
 
-        # From here on a row has one query: its last.
-        last = (query_lens[:, None].long() - 1).clamp(min=0)
-        live = query_lens[:, None] > 0
-        positions = positions.gather(1, last)
-        hidden = hidden.take_along_dim(last[..., None], dim=1)  # [B, 1, H]
-        drafts = [self._most_likely(hidden)]
-        for _ in range(self.num_speculative_tokens - 1):
-            positions = torch.where(live, positions + 1, 0)
-            blocks = block_table.gather(1, positions // block_size)
-            slots = torch.where(
-                live, torch.add(positions % block_size, blocks, alpha=block_size), 0
-            )
-            hidden = layer(drafts[-1], hidden, positions, slots, live)
-            drafts.append(self._most_likely(hidden))
-        return (torch.where(live, torch.cat(drafts, dim=1), PAD_TOKEN_ID).to(torch.int32),)
-
-    def _most_likely(self, hidden: Tensor) -> Tensor:
-        """Greedy drafts `[B, 1]` int64 in the target's vocabulary."""
-        drafts: Tensor = self.lm_head(self.norm(hidden)).argmax(dim=-1)
-        return drafts + self.d2t[drafts] if self.eagle3.maps_vocabulary else drafts
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        block_table: Tensor,
+        position_offset: Tensor,
+        query_lens: Tensor,
+        auxiliary_hidden_states: Tensor,
+        kv_caches: Sequence[KVCache],
+    ) -> tuple[Tensor]:
+        """As `Eagle3Draft.forward`, with a `block_table` that begins in each row at `position_offset` `[B]`
+        int32, a multiple of the block size. All that a row writes and sees is from there on."""
+        [kv_cache] = kv_caches
+        [window] = self.architecture.kv_windows
+        table = WindowTable(block_table, kv_cache[0].shape[1], position_offset, window)
+        return self._propose(
+            input_ids, positions, slot_mapping, table, query_lens, auxiliary_hidden_states, kv_cache
+        )
 
 
 def load_checkpoint(
-    draft: Eagle3Draft, checkpoint: Mapping[str, Tensor], target_embedding: nn.Parameter
+    draft: Proposer, checkpoint: Mapping[str, Tensor], target_embedding: nn.Parameter
 ) -> None:
     """Load a published checkpoint's tensors, under whichever of the usual names it has them.
 

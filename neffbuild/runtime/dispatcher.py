@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from neffbuild.config.errors import ConfigError, MissingUnit
@@ -30,9 +28,10 @@ from neffbuild.grid.select import (
     verified_drafts,
 )
 from neffbuild.grid.shapes import DecodeShape, Family
-from neffbuild.models.decode import DraftInputs, StepInputs, draft_inputs, step_inputs
-from neffbuild.runtime.block_table import TrimmedBlockTable, head_trim, new_trimmed
+from neffbuild.models.decode import DraftInputs, WindowedDraftInputs, named_inputs
 from neffbuild.runtime.loader import Loader
+from neffbuild.runtime.observer import StepObserver
+from neffbuild.runtime.step_buffers import StepBuffers, draft_buffers, target_buffers
 from neffbuild.runtime.step_sync import StepSync
 from neffbuild.toolchain.base import BoundExecutable
 
@@ -48,6 +47,9 @@ class DecodeBatch(NamedTuple):
       every position the step writes is in it.
     - `draft_token_ids` `[len(rows), up to K]` integer: the drafts each row brings, the first
       `num_drafts` of its own; needed when some row brings any or gets placeholders.
+    - `window_block_table`: the table of layers with a sliding window, of the same shape, where the engine
+      keeps their keys and values in blocks of their own; blocks that slid out of the window may be the
+      null block. Without it they are under `block_table`.
     """
 
     rows: Sequence[Row]
@@ -56,6 +58,7 @@ class DecodeBatch(NamedTuple):
     draft_token_ids: Tensor | None = None
     post_transfer_policy: PostTransferPolicy = PostTransferPolicy.WITHOUT_SPEC
     force_without_spec: bool = False
+    window_block_table: Tensor | None = None
 
 
 class DraftBatch(NamedTuple):
@@ -65,7 +68,8 @@ class DraftBatch(NamedTuple):
     - `query_lens` `[len(rows)]` int32: how many it added; 0 for a row that gets no drafts.
     - `token_ids` `[len(rows), most added]` integer: for each such position the token after it.
     - `auxiliary_hidden_states` `[len(rows), at least most added, size]`: as the target returned them.
-    - `block_table`: as the target's; the draft keeps its own KV cache under the same blocks.
+    - `block_table` `[len(rows), columns]` integer: the engine's own table at full width for the draft's
+      layer, which may be the target's; the draft keeps its own KV cache.
     """
 
     starts: Tensor
@@ -86,28 +90,13 @@ class StepResult(NamedTuple):
     outputs: dict[str, Tensor]
 
 
-class _Views(NamedTuple):
-    """The buffers that are computed in every step, as NumPy sees them: its calls on arrays this small
-    cost a fraction of torch's. `queries` counts the tokens of a row, `rows` the rows."""
-
-    input_ids: NDArray[np.int32]
-    positions: NDArray[np.int64]
-    slot_mapping: NDArray[np.int64]
-    block_table: NDArray[np.int32]
-    query_lens: NDArray[np.int32]
-    queries: NDArray[np.int64]
-    rows: NDArray[np.int64]
-
-
 @dataclass(frozen=True, slots=True)
 class Program:
     """A loaded executable with the input buffers it is bound to; each step fills them anew."""
 
     call: BoundExecutable
     outputs: tuple[str | None, ...]
-    inputs: StepInputs | DraftInputs
-    block_table: TrimmedBlockTable
-    views: _Views
+    buffers: StepBuffers
 
 
 class Dispatcher:
@@ -118,6 +107,7 @@ class Dispatcher:
     for all programs. `sync` reduces steps over data-parallel ranks. A step whose program is not stored is
     an error, or with `fallback="larger"` runs in the next larger one that is: counted, and logged once
     for each shape. That depends on the manifest alone, so it is the same on every rank that serves it.
+    `observer` is told of every program that ran or was missed (`runtime.step_metrics` has one).
     """
 
     def __init__(
@@ -128,9 +118,11 @@ class Dispatcher:
         draft_tensors: Mapping[str, Tensor] | None = None,
         sync: StepSync | None = None,
         fallback: Literal["larger"] | None = None,
+        observer: StepObserver | None = None,
     ) -> None:
         self._bucketer = bucketer
         self._fallback = fallback
+        self._observer = observer
         self._stand_ins: dict[DecodeShape, DecodeShape] = {}
         self._sync = sync or StepSync(None)
         self._loader = loader
@@ -198,6 +190,7 @@ class Dispatcher:
             for row, drafts in zip(batch.rows, verified, strict=True)
         ]
         outputs = self.run_in(self._program_for(shapes.target), batch._replace(rows=rows))
+        self._observe(shapes.target, len(rows))
         return StepResult(shapes, verified, outputs)
 
     def run_idle(self, prepared: StepShapes) -> None:
@@ -206,17 +199,15 @@ class Dispatcher:
         for shape in (prepared.target, prepared.draft):
             if shape is not None:
                 program = self._program_for(shape)
-                head_trim(
-                    torch.zeros(0, program.block_table.block_table.shape[1]), program.block_table
-                )
-                self._place(program.views, np.zeros(0, np.int64), np.zeros(0, np.int32))
+                program.buffers.place_nothing()
                 _named_outputs(program, 0)
+                self._observe(shape, 0)
 
     def run_in(self, program: Program, batch: DecodeBatch) -> dict[str, Tensor]:
         """Run one decode step in a given program that is large enough for it, every draft of every row
         included."""
         rows = len(batch.rows)
-        ids = program.views.input_ids[:rows]
+        ids = program.buffers.input_ids[:rows]
         ids[:, 0] = batch.token_ids
         width = ids.shape[1]
         # Every row of a uniform program is as wide as the program; what it is wider than its own tokens
@@ -228,24 +219,28 @@ class Dispatcher:
             if drafts is not None:
                 ids[:, 1 : 1 + given] = drafts[:, :given]
             ids[:, 1 + given :] = 0
-        head_trim(batch.block_table, program.block_table)
-        starts = np.array([row.num_computed_tokens for row in batch.rows], dtype=np.int64)
-        self._place(program.views, starts, np.array(query_lens, dtype=np.int32))
+        program.buffers.place(
+            np.array([row.num_computed_tokens for row in batch.rows], dtype=np.int64),
+            np.array(query_lens, dtype=np.int32),
+            batch.block_table,
+            batch.window_block_table,
+        )
         return _named_outputs(program, rows)
 
     def propose(self, shape: DecodeShape, batch: DraftBatch) -> Tensor:
         """Run a draft's program: draft token ids `[len(rows), K]` int32, `PAD_TOKEN_ID` in rows that get
         none. Raises `MissingUnit` when it is not stored."""
         program = self._program_for(shape)
-        inputs = program.inputs
-        assert isinstance(inputs, DraftInputs)
+        inputs = program.buffers.inputs
+        assert isinstance(inputs, DraftInputs | WindowedDraftInputs)
         rows, width = batch.token_ids.shape
         inputs.input_ids[:rows, :width] = batch.token_ids
         states = batch.auxiliary_hidden_states[:, :width]
         inputs.auxiliary_hidden_states[:rows, : states.shape[1]] = states
-        head_trim(batch.block_table, program.block_table)
-        self._place(program.views, batch.starts.numpy(), batch.query_lens.numpy())
-        return _named_outputs(program, rows)["draft_token_ids"]
+        program.buffers.place(batch.starts.numpy(), batch.query_lens.numpy(), batch.block_table)
+        drafts = _named_outputs(program, rows)["draft_token_ids"]
+        self._observe(shape, rows)
+        return drafts
 
     def _program_for(self, shape: DecodeShape) -> Program:
         """The program that runs a step of this shape: its own, or what stands in for it."""
@@ -257,58 +252,33 @@ class Dispatcher:
                 stored = (one for one in self._loader.stored if isinstance(one, DecodeShape))
                 stand_in = next_larger(shape, stored) if self._fallback else None
                 if stand_in is None:
+                    if self._observer is not None:
+                        self._observer.missed(shape)
                     raise
                 self._stand_ins[shape] = stand_in
                 _log.warning("%s; its steps run in %s", missing.message, stand_in.bucket_name)
         self._loader.counters.fallbacks += 1
         return self.program(stand_in)
 
+    def _observe(self, wanted: DecodeShape, rows: int) -> None:
+        if self._observer is not None:
+            self._observer.ran(wanted, self._stand_ins.get(wanted, wanted), rows)
+
     def _bind(self, shape: DecodeShape) -> Program:
         executable = self._loader.load(shape)
-        table = new_trimmed(shape.num_seqs, self._bucketer.block_table_width(shape))
-        inputs: StepInputs | DraftInputs = step_inputs(shape, self._bucketer.block_size)
-        tensors = self._tensors
         if shape.family is Family.DRAFT:
             tensors = self._draft_tensors
             if "fc.weight" not in tensors:
                 raise _lacking(shape, ["fc.weight"])
-            fusion = tensors["fc.weight"]
-            inputs = draft_inputs(shape, self._bucketer.block_size, fusion.shape[1], fusion.dtype)
-        inputs = inputs._replace(block_table=table.block_table)
+            buffers = draft_buffers(self._bucketer, shape, tensors["fc.weight"])
+        else:
+            tensors = self._tensors
+            buffers = target_buffers(self._bucketer, shape)
         # The buffers are checked here, once, and not in every step.
-        call = executable.bind({**tensors, **inputs._asdict()})
+        call = executable.bind({**tensors, **named_inputs(buffers.inputs)})
         if call.free:
             raise _lacking(shape, call.free)
-        return Program(call, executable.outputs, inputs, table, _views(inputs))
-
-    def _place(
-        self, views: _Views, starts: NDArray[np.int64], query_lens: NDArray[np.int32]
-    ) -> None:
-        """Where the tokens of each live row are, from its start on. Rows beyond them are pad rows, and
-        queries beyond a row's length pad tokens: neither looks anything up in the block table."""
-        rows, block_size = len(starts), self._bucketer.block_size
-        live = views.queries < query_lens[:, None]
-        positions = (starts[:, None] + views.queries) * live
-        columns = positions // block_size
-        # In int64, as positions are: blocks are int32 and slots need not fit.
-        blocks = views.block_table[views.rows[:rows, None], columns].astype(np.int64)
-        views.positions[:rows] = positions
-        views.slot_mapping[:rows] = ((blocks - columns) * block_size + positions) * live
-        views.query_lens[:rows] = query_lens
-        views.query_lens[rows:] = 0
-
-
-def _views(inputs: StepInputs | DraftInputs) -> _Views:
-    num_seqs, query_len = inputs.input_ids.shape
-    return _Views(
-        inputs.input_ids.numpy(),
-        inputs.positions.numpy(),
-        inputs.slot_mapping.numpy(),
-        inputs.block_table.numpy(),
-        inputs.query_lens.numpy(),
-        np.arange(query_len),
-        np.arange(num_seqs),
-    )
+        return Program(call, executable.outputs, buffers)
 
 
 def _lacking(shape: DecodeShape, names: Sequence[str]) -> ConfigError:

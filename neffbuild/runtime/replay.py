@@ -28,8 +28,8 @@ from neffbuild.models.decode import (
     named_kv_caches,
     named_tensors,
 )
-from neffbuild.models.eagle3 import Eagle3Draft
-from neffbuild.models.llama import LlamaDecoder
+from neffbuild.models.eagle3 import Proposer
+from neffbuild.models.llama import Decoder
 from neffbuild.runtime.dispatcher import DecodeBatch, Dispatcher
 from neffbuild.runtime.loader import Loader
 from neffbuild.runtime.speculation import GreedyDecoder, Request
@@ -57,7 +57,9 @@ def execute_replay(config: BuildConfig, store: DirectoryStore, steps: int) -> di
     """
     toolchain = load_toolchain(config.toolchain.name)
     bucketer = Bucketer.from_config(
-        config, query_len_support=toolchain.capabilities.query_len_support
+        config,
+        query_len_support=toolchain.capabilities.query_len_support,
+        window_columns=toolchain.capabilities.window_columns,
     )
     loader = Loader.from_config(config, store)
     workload = _Workload(config)
@@ -129,7 +131,7 @@ class _Workload:
         )
 
     def _random_tensors(
-        self, config: BuildConfig, model: ModelConfig, module: LlamaDecoder | Eagle3Draft
+        self, config: BuildConfig, model: ModelConfig, module: Decoder | Proposer
     ) -> dict[str, Tensor]:
         """Weights and KV pool by the names programs know them under. A vocabulary map stays as it is
         made, one draft token for each of the first target tokens."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from neffbuild.models.architecture import LlamaArchitecture
-from neffbuild.models.eagle3 import Eagle3Draft
+from neffbuild.models.eagle3 import Eagle3Draft, Proposer, WindowedEagle3Draft
 from neffbuild.models.eagle3_architecture import Eagle3Architecture
 
 AUXILIARY_LAYERS = (0, 1, 2)
@@ -43,10 +43,12 @@ def architecture(**changes: object) -> Eagle3Architecture:
     return Eagle3Architecture.from_configs(draft_config(**changes), target, AUXILIARY_LAYERS)
 
 
-def random_draft(spec_tokens: int, seed: int = 0, **changes: object) -> Eagle3Draft:
+def random_draft(spec_tokens: int, seed: int = 0, **changes: object) -> Proposer:
     """Random weights, norms too, and a vocabulary map with gaps."""
     torch.manual_seed(seed)
-    draft = Eagle3Draft(architecture(**changes), torch.float32, spec_tokens)
+    eagle3 = architecture(**changes)
+    kind = WindowedEagle3Draft if eagle3.layer.has_windows else Eagle3Draft
+    draft = kind(eagle3, torch.float32, spec_tokens)
     for parameter in draft.parameters():
         parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.15)
     if draft.eagle3.maps_vocabulary:
@@ -56,7 +58,7 @@ def random_draft(spec_tokens: int, seed: int = 0, **changes: object) -> Eagle3Dr
     return draft
 
 
-def proposals(draft: Eagle3Draft, tokens: list[int], states: Tensor) -> tuple[list[int], Tensor]:
+def proposals(draft: Proposer, tokens: list[int], states: Tensor) -> tuple[list[int], Tensor]:
     """Drafts after `tokens`, and the keys of every position written.
 
     `states` `[len(tokens), auxiliary size]`: the target's, of the positions before each token. One growing
@@ -104,8 +106,12 @@ def _attention(
     groups = layer.num_attention_heads // layer.num_key_value_heads
     spread_k, spread_v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = torch.einsum("qhd,khd->hqk", q, spread_k) / math.sqrt(size)
-    future = torch.ones(length, length, dtype=torch.bool).triu(1)
-    weights = scores.masked_fill(future, -math.inf).softmax(-1)
+    ones = torch.ones(length, length, dtype=torch.bool)
+    unseen = ones.triu(1)
+    [window] = layer.layer_windows
+    if window is not None:
+        unseen |= ones.tril(-window)
+    weights = scores.masked_fill(unseen, -math.inf).softmax(-1)
     mixed = torch.einsum("hqk,khd->qhd", weights, spread_v).reshape(length, -1)
     return mixed @ w["midlayer.self_attn.o_proj.weight"].T, k
 

@@ -13,6 +13,7 @@ from neffbuild.models.decode import (
     allocate_kv_caches,
     build_program,
     model_dtype,
+    named_inputs,
     named_kv_caches,
     named_tensors,
 )
@@ -38,8 +39,14 @@ class EagerExecutable:
         )
         self.weights = tuple(named_tensors(self.model))
         self.caches = tuple(named_kv_caches(caches))
-        self.step = tuple(example._asdict())
-        self.shapes = {name: tensor.shape for name, tensor in example._asdict().items()}
+        self.fields = {
+            field: [f"{field}.{index}" for index in range(len(value))]
+            if isinstance(value, tuple)
+            else field
+            for field, value in example._asdict().items()
+        }
+        self.step = tuple(named_inputs(example))
+        self.shapes = {name: tensor.shape for name, tensor in named_inputs(example).items()}
         self.inputs = (*self.weights, *self.caches, *self.step)
         self.outputs = self.model.output_names
 
@@ -59,7 +66,10 @@ class BoundEager:
         self._model = executable.model
         self._weights = {name: given[name] for name in executable.weights}
         self._arguments = (
-            *(given[name] for name in executable.step),
+            *(
+                given[names] if isinstance(names, str) else [given[name] for name in names]
+                for names in executable.fields.values()
+            ),
             list(zip(pool[::2], pool[1::2], strict=True)),
         )
 

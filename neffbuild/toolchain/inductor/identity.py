@@ -40,11 +40,15 @@ _SOURCES = (
 )
 _ENGINE_SOURCES = {
     REFERENCE: (
+        "grid/windows.py",
         "models/architecture.py",
         "models/decode.py",
+        "models/draft_tables.py",
         "models/eagle3.py",
         "models/eagle3_architecture.py",
+        "models/layers.py",
         "models/llama.py",
+        "models/windowed.py",
     ),
     VLLM: ("toolchain/inductor/vllm_capture.py",),
 }

@@ -43,7 +43,8 @@ class InductorToolchain:
 
     name = NAME
     capabilities = Capabilities(
-        query_len_support=QueryLenSupport.VARLEN, kv_groups=frozenset({KVGroup.FULL})
+        query_len_support=QueryLenSupport.VARLEN,
+        kv_groups=frozenset({KVGroup.FULL, KVGroup.SLIDING_WINDOW}),
     )
     preload: tuple[str, ...] = ("neffbuild.toolchain.inductor.preload",)
 

@@ -1,0 +1,197 @@
+"""The input buffers of a loaded program: what a step is written to, over and over.
+
+What is computed in every step is written through NumPy: its calls on arrays this small cost a fraction of
+torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from neffbuild.grid.bucketer import Bucketer
+from neffbuild.grid.shapes import DecodeShape
+from neffbuild.models.decode import (
+    DraftInputs,
+    Inputs,
+    StepInputs,
+    draft_inputs,
+    step_inputs,
+    windowed_draft_inputs,
+    windowed_inputs,
+)
+from neffbuild.runtime.block_table import TrimmedBlockTable, head_trim, new_trimmed, tail_trim
+
+
+class GroupBuffers:
+    """The block table of one KV group and the slots in it; `window` None for layers that see the whole
+    context."""
+
+    def __init__(
+        self,
+        table: TrimmedBlockTable,
+        slot_mapping: Tensor,
+        *,
+        window: int | None,
+        block_size: int,
+        full_columns: int,
+    ) -> None:
+        self.table = table
+        self.window = window
+        self._block_size = block_size
+        self.full_columns = full_columns
+        self._blocks: NDArray[np.int32] = table.block_table.numpy()
+        self._offsets: NDArray[np.int32] = table.position_offset.numpy()
+        self._slots: NDArray[np.int64] = slot_mapping.numpy()
+
+    def fill(
+        self,
+        full: Tensor,
+        starts: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        live: NDArray[np.bool_],
+        rows: NDArray[np.int64],
+    ) -> None:
+        """Cut the live rows' tables and look up the slots of `positions` `[rows, query_len]`, which begin
+        at `starts`; tokens that are not `live` look nothing up. Raises as `head_trim` does."""
+        count, block_size = len(starts), self._block_size
+        if self.window is None:
+            head_trim(full, self.table)
+            within = positions
+        else:
+            tail_trim(
+                full,
+                self.table,
+                starts,
+                window=self.window,
+                block_size=block_size,
+                full_columns=self.full_columns,
+            )
+            within = (positions - self._offsets[:count, None]) * live
+        columns = within // block_size
+        # In int64, as positions are: blocks are int32 and slots need not fit.
+        blocks = self._blocks[rows[:count, None], columns].astype(np.int64)
+        self._slots[:count] = ((blocks - columns) * block_size + within) * live
+
+
+@dataclass(frozen=True, slots=True)
+class StepBuffers:
+    """`inputs` are bound to the program; the rest is views of them, and what does not change: `queries`
+    counts the tokens of a row, `rows` the rows. `groups` in the order of the program's tables."""
+
+    inputs: Inputs
+    groups: tuple[GroupBuffers, ...]
+    input_ids: NDArray[np.int32]
+    positions: NDArray[np.int64]
+    query_lens: NDArray[np.int32]
+    queries: NDArray[np.int64]
+    rows: NDArray[np.int64]
+
+    def place(
+        self,
+        starts: NDArray[np.int64],
+        query_lens: NDArray[np.int32],
+        block_table: Tensor,
+        window_block_table: Tensor | None = None,
+    ) -> None:
+        """Where the tokens of each live row are, from its start on. Rows beyond them are pad rows, and
+        queries beyond a row's length pad tokens: neither looks anything up in a block table.
+
+        The tables are the engine's own, of the live rows, at full width; without one of their own, layers
+        with a window take `block_table`. Raises as `head_trim` does.
+        """
+        rows = len(starts)
+        live = self.queries < query_lens[:, None]
+        positions = (starts[:, None] + self.queries) * live
+        for group in self.groups:
+            full = block_table
+            if group.window is not None and window_block_table is not None:
+                full = window_block_table
+            group.fill(full, starts, positions, live, self.rows)
+        self.positions[:rows] = positions
+        self.query_lens[:rows] = query_lens
+        self.query_lens[rows:] = 0
+
+    def place_nothing(self) -> None:
+        """No row is live: all are pad rows."""
+        nothing = torch.zeros(0, self.groups[0].full_columns, dtype=torch.int32)
+        self.place(np.zeros(0, np.int64), np.zeros(0, np.int32), nothing)
+
+
+def target_buffers(bucketer: Bucketer, shape: DecodeShape) -> StepBuffers:
+    """The buffers of a target's program."""
+    layers = bucketer.target_layers
+    if layers.window is None:
+        return _one_table(bucketer, shape, step_inputs(shape, bucketer.block_size))
+    windows = (None, layers.window) if layers.full else (layers.window,)
+    tables = [_new_table(bucketer, shape, window) for window in windows]
+    inputs = windowed_inputs(shape, [table.block_table.shape[1] for table in tables])._replace(
+        block_tables=tuple(table.block_table for table in tables),
+        position_offsets=tuple(table.position_offset for table in tables),
+    )
+    groups = zip(windows, tables, inputs.slot_mappings, strict=True)
+    return _buffers(
+        inputs, [_group(bucketer, shape, window, table, slots) for window, table, slots in groups]
+    )
+
+
+def draft_buffers(bucketer: Bucketer, shape: DecodeShape, fusion: Tensor) -> StepBuffers:
+    """The buffers of a draft's program; `fusion` is the weight that its auxiliary states go into."""
+    size, dtype = fusion.shape[1], fusion.dtype
+    window = bucketer.draft_layers.window
+    if window is None:
+        return _one_table(bucketer, shape, draft_inputs(shape, bucketer.block_size, size, dtype))
+    table = _new_table(bucketer, shape, window)
+    inputs = windowed_draft_inputs(shape, table.block_table.shape[1], size, dtype)._replace(
+        block_table=table.block_table, position_offset=table.position_offset
+    )
+    return _buffers(inputs, [_group(bucketer, shape, window, table, inputs.slot_mapping)])
+
+
+def _one_table(
+    bucketer: Bucketer, shape: DecodeShape, inputs: StepInputs | DraftInputs
+) -> StepBuffers:
+    table = _new_table(bucketer, shape, None)
+    inputs = inputs._replace(block_table=table.block_table)
+    return _buffers(inputs, [_group(bucketer, shape, None, table, inputs.slot_mapping)])
+
+
+def _new_table(bucketer: Bucketer, shape: DecodeShape, window: int | None) -> TrimmedBlockTable:
+    columns = bucketer.block_table_width(shape)
+    if window is not None:
+        columns = bucketer.window_table_width(shape) or columns
+    return new_trimmed(shape.num_seqs, columns)
+
+
+def _group(
+    bucketer: Bucketer,
+    shape: DecodeShape,
+    window: int | None,
+    table: TrimmedBlockTable,
+    slot_mapping: Tensor,
+) -> GroupBuffers:
+    return GroupBuffers(
+        table,
+        slot_mapping,
+        window=window,
+        block_size=bucketer.block_size,
+        full_columns=bucketer.block_table_width(shape),
+    )
+
+
+def _buffers(inputs: Inputs, groups: Sequence[GroupBuffers]) -> StepBuffers:
+    num_seqs, query_len = inputs.input_ids.shape
+    return StepBuffers(
+        inputs=inputs,
+        groups=tuple(groups),
+        input_ids=inputs.input_ids.numpy(),
+        positions=inputs.positions.numpy(),
+        query_lens=inputs.query_lens.numpy(),
+        queries=np.arange(query_len),
+        rows=np.arange(num_seqs),
+    )
