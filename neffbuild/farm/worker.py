@@ -156,11 +156,12 @@ def _compile(
         raise NeffbuildError("the compile ended without leaving an artifact")
     channel.send(Compiled())
     cpu, largest = _own_use()
-    graph = graph_recipe(captured.graph_digest, job.platform, job.options)
+    graph_digest = artifact.graph_digest or captured.graph_digest
+    graph = graph_recipe(graph_digest, job.platform, job.options)
     entry = Entry(
         recipe=job.unit.recipe,
         files=record_files(artifact.files),
-        graph_digest=captured.graph_digest,
+        graph_digest=graph_digest,
         graph_key=recipe_key(graph),
         statistics={
             **artifact.statistics,

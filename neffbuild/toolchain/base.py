@@ -89,10 +89,13 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """Files a compile produced: the name each must have when loaded → where it lies now."""
+    """Files a compile produced: the name each must have when loaded → where it lies now. Where the
+    compile is what captured the graph, `graph_digest` is its digest, and counts instead of that of
+    `Captured`."""
 
     files: Mapping[str, Path]
     statistics: Mapping[str, Any] = field(default_factory=dict)
+    graph_digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

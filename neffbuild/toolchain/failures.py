@@ -16,6 +16,7 @@ class FailureClass(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     SIGNAL = "signal"
     MISSING_DEPENDENCY = "missing_dependency"
+    TIMEOUT = "timeout"
 
 
 class CompilerFailure(NeffbuildError):

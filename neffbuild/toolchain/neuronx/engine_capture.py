@@ -1,0 +1,226 @@
+"""Capturing and compiling a unit by starting vLLM Neuron for its warm-up alone.
+
+A start compiles a whole row (`neffbuild.toolchain.neuronx.engine_config`), so the units of a row share one.
+The first of them that a farm runs starts the engine; the others meanwhile make way for other rows, and then
+find their entries in the farm's shared folder. Where one is missing there, because its graph failed or the
+start ended before it was done, the engine is started again, with what is finished in its cache beforehand: it
+then compiles what is missing and nothing else.
+
+Workers of different hosts share no such folder: on each of them the row is compiled.
+
+Never run against a real vLLM Neuron.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from neffbuild.cache.canonical import digest_document, digest_file
+from neffbuild.cache.lock import host_lock
+from neffbuild.config.errors import LockTimeout, NeffbuildError, ToolchainRefusal
+from neffbuild.grid.bucketer import Bucketer
+from neffbuild.grid.expand import Grid
+from neffbuild.toolchain.base import Artifact, Unit
+from neffbuild.toolchain.neuronx.engine_cache import (
+    Entry,
+    artifact_files,
+    copy_finished,
+    entries,
+)
+from neffbuild.toolchain.neuronx.engine_config import (
+    NEURON,
+    Row,
+    compile_cache,
+    engine_environment,
+    engine_options,
+    generation,
+    row_of,
+)
+from neffbuild.toolchain.neuronx.engine_entries import RowUnits
+from neffbuild.toolchain.neuronx.engine_start import engine_failure, model_folder, run_engine
+
+_PATIENCE_SECONDS = 7 * 24 * 3600.0
+"""How long a unit waits for the start of its row when there is nothing else to do; `farm.timeout` ends it
+sooner."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What the engine is started with for a unit, and the units that come of it. `device` is what has to
+    be beside it, None where nothing has to."""
+
+    unit: Unit
+    release: tuple[int, int]
+    device: str | None
+    row: RowUnits
+
+    @property
+    def of(self) -> Row:
+        return row_of(self.unit.shape)
+
+    def options(self, model: str, draft: str | None) -> dict[str, Any]:
+        return engine_options(self.unit.config, self.of, self.row.num_kv_blocks, model, draft)
+
+    def environment(self, cache_root: str) -> dict[str, str]:
+        chip = str(self.unit.recipe["toolchain"]["target"]).partition("+")[0]
+        on_device = self.device == NEURON
+        return engine_environment(self.of, chip, self.release, cache_root, on_device=on_device)
+
+    @property
+    def digest(self) -> str:
+        """The same for all units of a row: of everything the start is told, but where it lies."""
+        return digest_document(
+            {"options": self.options("", ""), "environment": self.environment("")}
+        )
+
+
+def make_start(unit: Unit, grid: Grid, bucketer: Bucketer, device: str | None) -> Start:
+    """The start for a unit of a grid.
+
+    Raises `ToolchainRefusal` for a release of vLLM Neuron that cannot be started, and where it has to be
+    beside a device and this host has none.
+    """
+    if device == NEURON and not any(Path("/dev").glob("neuron*")):
+        raise ToolchainRefusal(
+            f"{unit.bucket_name} is captured beside a Neuron device, and this host has none (/dev/neuron*): "
+            "vLLM Neuron does not compile speculation without",
+            hint="compile it on a Trainium instance, or on a Ray cluster with one (`--executor ray`)",
+        )
+    recipe = unit.recipe
+    release = str(recipe["toolchain"]["versions"].get("vllm-neuron"))
+    known = generation(release)
+    if known is None:
+        raise ToolchainRefusal(f"vLLM Neuron {release} cannot be started for its graphs")
+    row = row_of(unit.shape)
+    shapes = [one.shape for one in grid.shapes if row.holds(one.shape)]
+    units = RowUnits.of(unit.config, bucketer, shapes, int(recipe["num_kv_blocks"]))
+    return Start(unit, known, device, units)
+
+
+def build(start: Start, scratch: Path, shared: Path | None) -> Artifact:
+    """Compile a unit below `scratch`; `shared` is the folder of the farm.
+
+    Raises `LockTimeout` while another unit's start compiles the row, unless this one has made way once
+    already; `CompilerFailure` for what the engine and its compiler report, `NeffbuildError` where what
+    they leave cannot be told apart.
+    """
+    pool = (shared or scratch) / "vllm-neuron" / start.digest[:16]
+    pool.mkdir(parents=True, exist_ok=True)
+    root = Path(compile_cache(str(scratch / "vllm")))
+    root.mkdir(parents=True)
+    with _row_alone(start, pool):
+        copy_finished(pool / "finished", root)
+        own = [entry for entry in _own(start, root) if entry.fault is None]
+        if not own:
+            own = _started(start, scratch, root, pool)
+    return _artifact(start, root, own)
+
+
+def _started(start: Start, scratch: Path, root: Path, pool: Path) -> list[Entry]:
+    """The unit's finished entries after a start of the engine."""
+    model = model_folder(start.unit.config.model, scratch / "model")
+    draft = start.unit.config.draft_model
+    ended = run_engine(
+        start.options(model, model_folder(draft, scratch / "draft") if draft else None),
+        start.environment(str(scratch / "vllm")),
+        scratch,
+    )
+    copy_finished(root, pool / "finished")
+    own = _own(start, root)
+    finished = [entry for entry in own if entry.fault is None]
+    failure = engine_failure(ended)
+    if finished:
+        if failure is not None:
+            _say(f"the start failed after this unit was finished: {failure.message}")
+        return finished
+    found = _left(start, root, own)
+    if failure is not None:
+        raise type(failure)(
+            f"{failure.message} ({found})", hint=failure.hint, failure=failure.failure
+        )
+    raise NeffbuildError(
+        f"vLLM Neuron ended well, but {found}",
+        hint="compare what `neffbuild explain` says of the unit with the engine's own options",
+    )
+
+
+def _own(start: Start, root: Path) -> list[Entry]:
+    """The entries that are for the unit. Raises `NeffbuildError` for one that may be another's too, and
+    for more than the ranks could have."""
+    own = [entry for entry in entries(root, start.row) if start.unit.shape in entry.shapes]
+    for entry in own:
+        if len(entry.shapes) > 1:
+            fits = " and ".join(sorted(shape.bucket_name for shape in entry.shapes))
+            raise NeffbuildError(
+                f"entry {entry.key} may be of {fits}: their graphs take inputs of the same shapes",
+                hint="leave all but one of these buckets out, the engine has one program for them",
+            )
+    finished = [entry.key for entry in own if entry.fault is None]
+    ranks = start.unit.config.serve.tensor_parallel_size
+    if len(finished) > ranks:
+        raise NeffbuildError(
+            f"entries {' and '.join(finished)} are both of {start.unit.bucket_name}, and each of its "
+            f"ranks ({ranks}) has one at most",
+            hint="the engine compiles graphs with the inputs of a step that are none",
+        )
+    return own
+
+
+def _left(start: Start, root: Path, own: Sequence[Entry]) -> str:
+    """What a start has left in place of the unit's entry, in words."""
+    name = start.unit.bucket_name
+    if own:
+        return "; ".join(
+            f"entry {entry.key} of {name} is not finished: {entry.fault}" for entry in own
+        )
+    others = entries(root, start.row)
+    unstated = [entry for entry in others if entry.unstated is not None]
+    if unstated:
+        said = "; ".join(
+            f"entry {entry.key} does not say what it is of: {entry.unstated}" for entry in unstated
+        )
+        return f"there is no entry of {name}, and {said}"
+    keys = ", ".join(entry.key for entry in others) or "none"
+    return f"there is no entry of {name} among those it left: {keys}"
+
+
+def _artifact(start: Start, root: Path, own: Sequence[Entry]) -> Artifact:
+    strangers = [entry for entry in entries(root, start.row) if not entry.shapes]
+    for entry in strangers:
+        _say(f"entry {entry.key} is of no unit ({entry.unstated or 'no such bucket'}): not stored")
+    files = {name: path for entry in own for name, path in artifact_files(root, entry).items()}
+    graphs = sorted(digest_file(root / str(entry.found.graph)) for entry in own)
+    return Artifact(
+        files=files,
+        statistics={
+            "engine_keys": [entry.key for entry in own],
+            "engine_entries_of_no_unit": [entry.key for entry in strangers],
+        },
+        graph_digest=graphs[0] if len(graphs) == 1 else digest_document(graphs),
+    )
+
+
+@contextmanager
+def _row_alone(start: Start, pool: Path) -> Iterator[None]:
+    """Keep other units of the row from starting the engine too. Raises `LockTimeout` at once where one is
+    at it, but waits where this unit has been here before: then there is nothing better to do."""
+    made_way = pool / f"made-way-{start.unit.key}"
+    # The folder's name is the farm's own; its path is nobody's business.
+    name = f"the start of {start.of} in farm {pool.parents[2].name} ({start.digest[:8]})"
+    wait = _PATIENCE_SECONDS if made_way.exists() else 0.0
+    try:
+        with host_lock(name, wait=wait):
+            yield
+    except LockTimeout:
+        made_way.touch()
+        raise
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"neffbuild: {line}\n")
+    sys.stdout.flush()

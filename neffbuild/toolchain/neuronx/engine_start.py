@@ -1,0 +1,144 @@
+"""Running one start of vLLM Neuron in a clean process, and what its end means."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from neffbuild.config.model import ModelConfig
+from neffbuild.toolchain.failures import CompilerFailure, FailureClass
+from neffbuild.toolchain.neuronx.errors import failure_of
+
+_PROGRAM = "neffbuild.toolchain.neuronx.engine_process"
+_READ_BYTES = 1 << 16
+_LAST_WORDS_SECONDS = 2.0
+_KEPT_BYTES = 1 << 20
+"""Of the end of what the engine prints: what is wrong comes last, below tracebacks of every rank."""
+_LONGEST_LINE = 300
+
+_OF_THE_COMPILER = re.compile(
+    r"neuronx-cc compilation failed with (-?\d+)|\[F1(?:34|37|39)\]|NCC_[A-Z]{3,6}\d{3}"
+)
+_SAID = (
+    # What it means comes before what it leads to: any exception ends in FATAL.
+    (re.compile(r"Shared compilation timeout after"), FailureClass.TIMEOUT),
+    (re.compile(r"Lock holder process died"), FailureClass.COMPILER_ERROR),
+    (re.compile(r"Model graph extraction failed for"), FailureClass.COMPILER_ERROR),
+    (re.compile(r"Parallel trace fork failed \(rank="), FailureClass.COMPILER_ERROR),
+    (re.compile(r"\bFATAL:"), FailureClass.COMPILER_ERROR),
+)
+_SEE_LOG = "what it said before is in the unit's log"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a start ended: the exit status, as `subprocess` has it, and the end of what was printed."""
+
+    status: int
+    output: str
+
+
+def model_folder(model: ModelConfig, folder: Path) -> str:
+    """Make a folder with the architecture that was planned for and, where they are on this host, the
+    model's other files: some models read constants of their graphs from the checkpoint."""
+    folder.mkdir()
+    if model.folder is not None and model.folder.is_dir():
+        for path in sorted(model.folder.iterdir()):
+            if path.name != "config.json":
+                (folder / path.name).symlink_to(path.absolute())
+    document = json.dumps(dict(model.architecture), indent=1)
+    (folder / "config.json").write_text(document, encoding="utf-8")
+    return str(folder)
+
+
+def run_engine(options: Mapping[str, Any], environment: Mapping[str, str], folder: Path) -> Ended:
+    """Start vLLM with `options` in `folder` and wait for its end. It sees this process's environment, which
+    is a worker's, and `environment`. What it prints goes to this process's output too."""
+    request = folder / "options.json"
+    request.write_text(json.dumps(options, indent=1), encoding="utf-8")
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-u", "-m", _PROGRAM, str(request)],
+        cwd=folder,
+        env={
+            **os.environ,
+            # It imports what this process would.
+            "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+            **environment,
+        },
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        bufsize=0,
+    )
+    assert process.stdout is not None
+    said = bytearray()
+    copying = threading.Thread(target=_copy, args=(process.stdout, said), daemon=True)
+    copying.start()
+    status = process.wait()
+    # What the engine leaves running may hold its output open; that is not waited for.
+    copying.join(_LAST_WORDS_SECONDS)
+    return Ended(status, bytes(said).decode(errors="replace"))
+
+
+def engine_failure(ended: Ended) -> CompilerFailure | None:
+    """Why a start left something undone, from what it printed and its exit status; None where it ended
+    well."""
+    if ended.status == 0:
+        return None
+    if found := _last(_OF_THE_COMPILER, ended.output):
+        return failure_of(int(found[1] or 1), ended.output)
+    for words, failure in _SAID:
+        if found := _last(words, ended.output):
+            line = _line(ended.output, found.start())
+            return CompilerFailure(
+                f"vLLM Neuron ended {_how(ended.status)}: {line}", hint=_SEE_LOG, failure=failure
+            )
+    if ended.status in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        return CompilerFailure(
+            f"vLLM Neuron ended {_how(ended.status)}, most likely for want of memory",
+            hint="use fewer workers (`--workers`), or a machine with more memory",
+            failure=FailureClass.OUT_OF_MEMORY,
+        )
+    lines = ended.output.rstrip().rsplit("\n", 1)
+    failure = FailureClass.SIGNAL if ended.status < 0 else FailureClass.COMPILER_ERROR
+    return CompilerFailure(
+        f"vLLM Neuron ended {_how(ended.status)}: {_short(lines[-1]) or 'it printed nothing'}",
+        hint=_SEE_LOG,
+        failure=failure,
+    )
+
+
+def _last(words: re.Pattern[str], output: str) -> re.Match[str] | None:
+    return next(reversed(list(words.finditer(output))), None)
+
+
+def _line(output: str, place: int) -> str:
+    start = output.rfind("\n", 0, place) + 1
+    end = output.find("\n", place)
+    return _short(output[start : end if end >= 0 else None])
+
+
+def _short(line: str) -> str:
+    line = " ".join(line.split())
+    return line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - 1]}…"
+
+
+def _how(status: int) -> str:
+    return f"by signal {-status}" if status < 0 else f"with exit code {status}"
+
+
+def _copy(source: IO[bytes], end: bytearray) -> None:
+    while piece := source.read(_READ_BYTES):
+        sys.stdout.buffer.write(piece)
+        sys.stdout.flush()
+        end += piece
+        del end[:-_KEPT_BYTES]
