@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,10 @@ from neffbuild.report.text import seconds, size
 
 _PER_SECOND = 4
 _BAR_WIDTH = 24
+_SHORTEST_BAR = 6
+_SHORT_NAME = 20
+"""Names are shortened to no less than this for the sake of what stands beside them."""
+_GAP = 2
 
 
 @contextmanager
@@ -36,7 +40,7 @@ def live_view(lines: Callable[[Event], str | None]) -> Iterator[Callable[[Event]
     console = Console(stderr=True)
     with Live(
         console=console,
-        get_renderable=lambda: _rendered(state, time.monotonic()),
+        get_renderable=lambda: rendered(state, time.monotonic(), console.width),
         refresh_per_second=_PER_SECOND,
         transient=True,
     ) as live:
@@ -128,26 +132,52 @@ class FarmState:
             self._foreseen += self._expected.get(key, 0.0)
 
 
-def _rendered(state: FarmState, now: float) -> Any:
+def rendered(state: FarmState, now: float, width: int) -> Any:
+    """The view at `now`: a line for each running unit and one for all, none longer than `width`."""
     if state.began is None:
         return Text()
-    table = Table.grid(padding=(0, 2))
-    for one in state.running.values():
-        elapsed = now - one.began
-        known = one.expected > 0
-        table.add_row(
-            Text(one.name),
-            ProgressBar(
-                total=one.expected if known else None,
-                completed=min(elapsed, one.expected),
-                width=_BAR_WIDTH,
-                pulse=not known or elapsed > one.expected,
-                animation_time=now,
-            ),
-            Text(seconds(elapsed) + (f" of about {seconds(one.expected)}" if known else "")),
-            Text(_memory(one)),
-        )
-    return Group(table, Text(_summary(state, now)))
+    rows = list(state.running.values())
+    figures = [[_time(one, now - one.began) for one in rows], [_memory(one) for one in rows]]
+    while figures and width - _widths(figures) < _SHORT_NAME:
+        figures.pop()
+    room = width - _widths(figures)
+    longest = max((len(one.name) for one in rows), default=0)
+    bar = min(_BAR_WIDTH, room - _GAP - min(longest, _SHORT_NAME))
+    has_bar = bar >= _SHORTEST_BAR
+    table = Table.grid(padding=(0, _GAP, 0, 0))
+    for one, *cells in zip(rows, *figures, strict=True):
+        name = Text(shortened(one.name, room - has_bar * (bar + _GAP)), no_wrap=True)
+        texts = [Text(str(cell), no_wrap=True) for cell in cells]
+        table.add_row(name, *([_bar(one, now, bar)] if has_bar else []), *texts)
+    summary = Text(_summary(state, now), no_wrap=True, overflow="ellipsis")
+    return Group(*([table] if rows else []), summary)
+
+
+def _widths(columns: Sequence[Sequence[str]]) -> int:
+    return sum(max(map(len, cells), default=0) + _GAP for cells in columns)
+
+
+def shortened(name: str, room: int) -> str:
+    """A name in `room` characters: of units, the beginning and the end say most."""
+    if len(name) <= room:
+        return name
+    tail = max(room - 1, 0) // 2
+    return f"{name[: max(room - 1 - tail, 0)]}…{name[len(name) - tail :]}"
+
+
+def _bar(one: Running, now: float, width: int) -> ProgressBar:
+    elapsed, known = now - one.began, one.expected > 0
+    return ProgressBar(
+        total=one.expected if known else None,
+        completed=min(elapsed, one.expected),
+        width=width,
+        pulse=not known or elapsed > one.expected,
+        animation_time=now,
+    )
+
+
+def _time(one: Running, elapsed: float) -> str:
+    return seconds(elapsed) + (f" of about {seconds(one.expected)}" if one.expected > 0 else "")
 
 
 def _memory(one: Running) -> str:
@@ -157,13 +187,14 @@ def _memory(one: Running) -> str:
 
 
 def _summary(state: FarmState, now: float) -> str:
+    """What matters least comes last: a narrow terminal does not show it."""
     parts = [f"{sum(state.counts.values())} of {state.units} units"]
+    left = state.seconds_left(now)
+    if left is not None:
+        parts.append(f"about {seconds(left)} left")
     parts += [f"{number} {outcome.value}" for outcome, number in state.counts.items() if number]
     parts.append(f"{len(state.running)} running")
     if state.waiting:
         parts.append(f"{state.waiting} waiting")
     parts.append(f"{seconds(now - (state.began or now))} elapsed")
-    left = state.seconds_left(now)
-    if left is not None:
-        parts.append(f"about {seconds(left)} left")
     return ", ".join(parts)

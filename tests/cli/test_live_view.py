@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
 
-from neffbuild.cli.live import FarmState
+from neffbuild.cli.live import FarmState, Running, rendered
 from neffbuild.cli.progress import Lines
 from neffbuild.farm.outcomes import (
     FarmStarted,
@@ -85,6 +89,35 @@ def test_a_deferred_unit_waits_again(state: FarmState) -> None:
     assert (len(state.running), state.waiting) == (0, 4)
     state.see(finished(1, Outcome.FAILED), 3.0)
     assert (state.counts[Outcome.FAILED], state.waiting) == (1, 3)
+
+
+@given(
+    names=st.lists(st.text("abc_0123", min_size=1, max_size=90), max_size=5, unique=True),
+    elapsed=st.floats(0, 1e5),
+    expected=st.floats(0, 1e5),
+    width=st.integers(40, 160),
+)
+def test_no_line_is_longer_than_the_terminal_is_wide(
+    names: list[str], elapsed: float, expected: float, width: int
+) -> None:
+    state = FarmState()
+    state.see(FarmStarted(144, 8, {unit(9).key: 1000.0}), 0.0)
+    state.running = {
+        name: Running(name, 0.0, expected, 12 << 30, resident=10 << 30) for name in names
+    }
+    out = io.StringIO()
+    Console(file=out, width=width).print(rendered(state, elapsed, width))
+    lines = out.getvalue().splitlines()
+    assert len(lines) == len(names) + 1
+    assert all(len(line) <= width for line in lines)
+    for name, line in zip(names, lines, strict=False):
+        # The first and the last letters are there however narrow it is.
+        shown = line.split(" ")[0]
+        assert shown[0] == name[0]
+        assert shown[-1] in (name[-1], "…")
+        if width >= 70 + len(name):
+            assert name in line
+    assert lines[-1].startswith("0 of 144 units, about ")
 
 
 def test_lines_say_each_thing_once() -> None:
