@@ -43,7 +43,8 @@ class Status(StrEnum):
 @dataclass(frozen=True, slots=True)
 class PlannedUnit:
     """One shape of the grid for one rank scope. `key` and `recipe` are None where the shape cannot occur; an
-    unresolved unit has neither, because a key made from a guess would be a stale hit waiting."""
+    unresolved unit has neither, because a key made from a guess would be a stale hit waiting. `needs` is the
+    device that has to be beside its compile, None where any host does it."""
 
     shape: Shape
     need: Need
@@ -52,6 +53,7 @@ class PlannedUnit:
     recipe: Mapping[str, Any] | None = None
     reason: str | None = None
     rank_scope: str = ALL_RANKS
+    needs: str | None = None
 
     @property
     def bucket_name(self) -> str:

@@ -123,7 +123,7 @@ def plan_text(plan: Plan, cache: str, shown: int) -> str:
             unit.status.value,
             unit.need.value,
             (unit.key or "-")[:12],
-            unit.reason or "",
+            "; ".join(filter(None, (unit.needs and f"needs: {unit.needs}", unit.reason))),
         )
         for unit in plan.units[:shown]
     ]
@@ -176,6 +176,7 @@ def _unit_document(plan: Plan, unit: PlannedUnit) -> dict[str, Any]:
         "window_table_width": decode and plan.bucketer.window_table_width(decode),
         "status": unit.status.value,
         "need": unit.need.value,
+        "needs": unit.needs,
         "key": unit.key,
         "reason": unit.reason,
     }

@@ -114,9 +114,10 @@ class RayExecutor:
 
     def start(self, job: Job) -> None:
         """Hand a unit to Ray; how it ends comes from `finished`."""
+        unit, device_for = job.unit, self._toolchain.capabilities.device_for
         resources = asked(
             cpus=self._farm.cpus,
-            needs_device=self._toolchain.capabilities.needs_device,
+            needs_device=device_for(unit.config, unit.shape) is not None,
             memory=job.reserved or job.memory,
             own=self._farm.resources,
         )

@@ -7,7 +7,7 @@ a scratch folder to write to and files to load from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -36,6 +36,15 @@ KEPT_BY_POSITION = frozenset({KVGroup.FULL, KVGroup.SLIDING_WINDOW, KVGroup.MLA}
 """Kinds in which a token that comes to nothing is overwritten when its position is computed again."""
 
 
+DeviceNeed = Callable[[BuildConfig, Shape], str | None]
+"""Which device the compile of a config's shape needs beside it (`neuron`); None for none."""
+
+
+def no_device(_config: BuildConfig, _shape: Shape) -> str | None:
+    """Any host compiles any shape."""
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a toolchain's programs can do; the planner decides from this, never from the name.
@@ -43,15 +52,15 @@ class Capabilities:
     `kv_groups` are the kinds of KV state it builds programs for; of `rolled_back` it can undo what a
     token did that came to nothing (a rejected draft, a placeholder). `window_columns` says how wide the
     block tables of sliding-window layers are. `prefill` is how its engine settles its prefill buckets,
-    None where it has no prefill programs. With `replica_groups` a program names the global ranks of the
-    collectives in it.
+    None where it has no prefill programs. `device_for` says which units are compiled beside a device. With
+    `replica_groups` a program names the global ranks of the collectives in it.
     """
 
     query_len_support: QueryLenSupport
     kv_groups: frozenset[KVGroup]
     rolled_back: frozenset[KVGroup] = KEPT_BY_POSITION
     speculation_under_dcp: bool = False
-    needs_device: bool = False
+    device_for: DeviceNeed = no_device
     window_columns: WindowColumns = span_columns
     prefill: PrefillRules | None = None
     replica_groups: bool = False

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from neffbuild.cache.catalog import read_manifest, stored_keys
 from neffbuild.cache.manifest import ManifestUnit
-from neffbuild.cache.plan import Plan, PlannedUnit, StoredKeys, make_plan
+from neffbuild.cache.plan import Plan, PlannedUnit, Status, StoredKeys, make_plan
 from neffbuild.cache.recipe import ToolchainIdentity, config_digest
 from neffbuild.cache.records import read_pointer
 from neffbuild.cache.store import Store
@@ -57,7 +57,14 @@ def plan_with(config: BuildConfig, toolchain: Toolchain, stored: StoredKeys) -> 
     )
     scopes = rank_scopes(config.serve, replica_groups=capabilities.replica_groups)
     grid = _grid(identity, bucketer)
-    return make_plan(config, identity, bucketer, grid, stored, rank_scopes=scopes)
+    plan = make_plan(config, identity, bucketer, grid, stored, rank_scopes=scopes)
+    units = (
+        replace(unit, needs=capabilities.device_for(config, unit.shape))
+        if unit.status is not Status.CANNOT_OCCUR
+        else unit
+        for unit in plan.units
+    )
+    return replace(plan, units=tuple(units))
 
 
 def require_buckets(config: BuildConfig, toolchain: Toolchain) -> None:

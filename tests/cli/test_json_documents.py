@@ -119,6 +119,7 @@ def test_a_plan_says_everything_of_every_shape(documents: dict[str, Any]) -> Non
         "window_table_width": None,
         "status": "missing",
         "need": "required",
+        "needs": None,
         "symbolic": False,
         "key": widest["key"],
         "reason": None,

@@ -38,4 +38,4 @@ class DeviceToolchain(PlacedToolchain):
     """Compiles on a device, as a toolchain may that profiles what it generates."""
 
     name = "device"
-    capabilities = replace(PlacedToolchain.capabilities, needs_device=True)
+    capabilities = replace(PlacedToolchain.capabilities, device_for=lambda config, shape: "neuron")
