@@ -63,6 +63,7 @@ _OURS = {
 }
 _CHOICES = {OPTLEVEL: ("1", "2", "3"), LNC: ("1", "2"), "--framework": ("XLA",)}
 _KNOWN = _VALUED | _SWITCHES
+_INTERNAL = "--internal-"
 _NUMBER = re.compile(r"-\d+(\.\d+)?")
 
 
@@ -159,8 +160,12 @@ def _shell_words(text: str, source: str) -> list[str]:
 
 
 def _is_value(word: str) -> bool:
-    """As argparse sees it: options with a space in them are none."""
-    return not word.startswith("-") or " " in word or _NUMBER.fullmatch(word) is not None
+    """As argparse sees it: what has a space in it and does not name an option is none."""
+    if not word.startswith("-") or _NUMBER.fullmatch(word):
+        return True
+    name = word.partition("=")[0]
+    named = name in _KNOWN or name in _ALIASES or name.startswith(_INTERNAL)
+    return " " in word and not named
 
 
 def _checked(flag: Flag, source: str, word: str) -> Flag:
