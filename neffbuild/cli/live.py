@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any, TextIO, cast
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -37,7 +39,7 @@ _GAP = 2
 def live_view(lines: Callable[[Event], str | None]) -> Iterator[Callable[[Event], None]]:
     """What to call with each event. `lines` says what stays on the screen above the view."""
     state = FarmState()
-    console = Console(stderr=True)
+    console = Console(file=cast(IO[str], _Terminal(sys.stderr)))
     with Live(
         console=console,
         get_renderable=lambda: rendered(state, time.monotonic(), console.width),
@@ -52,6 +54,25 @@ def live_view(lines: Callable[[Event], str | None]) -> Iterator[Callable[[Event]
                 live.console.print(text, markup=False, highlight=False)
 
         yield on_event
+
+
+class _Terminal:
+    """A stream. What cannot be written to it, as its window was closed, is lost and stops nothing."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 @dataclass(slots=True)

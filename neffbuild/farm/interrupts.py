@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while a farm runs."""
+"""Ctrl-C, SIGTERM and a terminal that closes while a farm runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, Self
 
 
 class Interrupts:
-    """While entered: the first SIGINT sets `stopping`; a second one, or SIGTERM, sets `cancelling` too.
+    """While entered: the first SIGINT sets `stopping`; a second one, SIGTERM or SIGHUP sets `cancelling`
+    too. A signal that is ignored (`nohup`) stays ignored.
 
     Handlers can only be set in a program's main thread; elsewhere nothing is ever set and signals do
     what they did.
@@ -22,8 +23,9 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._earlier[number] = signal.signal(number, self._interrupt)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._earlier[number] = signal.signal(number, self._interrupt)
         return self
 
     def __exit__(
@@ -36,5 +38,5 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _interrupt(self, number: int, _frame: FrameType | None) -> None:
-        self.cancelling = self.cancelling or self.stopping or number == signal.SIGTERM
+        self.cancelling = self.cancelling or self.stopping or number != signal.SIGINT
         self.stopping = True

@@ -50,7 +50,7 @@ def compile_units(
 
     The units are of one serve config, each once. One that fails costs no other: its cause is in its
     result and in the store's failure records, and its log stays in the folder `logs`. On SIGINT what
-    runs is finished and nothing more started; on a second one, or SIGTERM, what runs is ended. The
+    runs is finished and nothing more started; on a second one, SIGTERM or SIGHUP what runs is ended. The
     store holds whole entries only, whenever and however this process ends, and the next run needs no
     clean-up. `on_event` is called in this thread as things happen.
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
+import os
+import pty
+import time
 from typing import Any, cast
 
 import pytest
+from cli_samples import Project, order
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -136,3 +141,30 @@ def test_lines_say_each_thing_once() -> None:
     assert lines(FarmStopping(False, failed="decode_b1_ctx128")) == (
         "decode_b1_ctx128 failed: no more units are started"
     )
+
+
+def test_a_terminal_that_closes_ends_the_run_in_good_order(project: Project) -> None:
+    config = project.write(control=order(project.root, seconds=60))
+    terminal, side = pty.openpty()
+    compiling = project.start(
+        "compile",
+        config,
+        prefix=["setsid", "--ctty", "--wait"],
+        env={"TERM": "xterm"},
+        stdin=side,
+        stdout=side,
+        stderr=side,
+    )
+    os.close(side)
+    with compiling:
+        shown = b""
+        while b"1 running" not in shown and b"2 running" not in shown:
+            shown += os.read(terminal, 1 << 16)
+        while not (project.root / "journal").exists():
+            time.sleep(0.02)
+        os.close(terminal)
+        assert compiling.wait(30) != 0
+    (recorded,) = (project.cache / "v1/runs").glob("*.json")
+    outcomes = {unit["outcome"] for unit in json.loads(recorded.read_text())["units"]}
+    assert outcomes == {"cancelled"}
+    assert not list((project.root / "tmp").glob("neffbuild-farms-*/*/*"))

@@ -204,14 +204,30 @@ def test_one_interrupt_finishes_what_runs(folder: Path) -> None:
     assert farmtools.check_store(folder) == 2
 
 
-@pytest.mark.parametrize("signals", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM,)])
-def test_two_interrupts_or_a_sigterm_end_what_runs(
+@pytest.mark.parametrize(
+    "signals", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM,), (signal.SIGHUP,)]
+)
+def test_two_interrupts_a_sigterm_or_a_sighup_end_what_runs(
     folder: Path, signals: tuple[signal.Signals, ...]
 ) -> None:
     outcomes, took = interrupted(folder, 6, *signals, seconds=30)
     assert took < 5
     assert outcomes == {"cancelled": 6}
     assert farmtools.check_store(folder) == 0
+
+
+def test_under_nohup_a_sighup_is_nothing(folder: Path) -> None:
+    farmtools.order(folder, seconds=0.5)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        farm = farmtools.start(folder, 2)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with farm:
+        wait_for(farm, "UnitStarted")
+        os.killpg(farm.pid, signal.SIGHUP)
+        document = json.loads(farm.communicate(timeout=20)[0])
+    assert document["counts"]["built"] == 2
 
 
 def test_64_processes_want_one_key(folder: Path) -> None:
