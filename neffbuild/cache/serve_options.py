@@ -21,6 +21,7 @@ _DRAFT = frozenset({Family.DRAFT, Family.DRAFT_PREFILL})
 _PREFILL = frozenset({Family.PREFILL, Family.DRAFT_PREFILL})
 _ALL = frozenset(Family)
 _AUXILIARY_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_DFLASH_LAYERS = "target_layer_ids"
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,28 +269,35 @@ def removed_options(serve: ServeConfig, family: Family) -> Iterator[tuple[str, s
 
 
 def auxiliary_layers(config: BuildConfig) -> list[int] | None:
-    """Target layers whose hidden states an EAGLE3 draft reads, or None without speculation.
+    """Target layers whose hidden states a draft reads, as it states them; None without speculation.
 
-    `eagle_aux_hidden_state_layer_ids` of the draft's configuration, else vLLM's default for a target
-    of n layers: 2, n // 2, n - 3. Raises `ConfigError` for what is no list of integers.
+    An EAGLE3 draft: `eagle_aux_hidden_state_layer_ids`, else vLLM's default for a target of n layers: 2,
+    n // 2, n - 3. A DFlash draft: the same, or `dflash_config.target_layer_ids`. Raises `ConfigError` for
+    what is no list of integers, and for a DFlash draft that states neither.
     """
     if config.draft_model is None:
         return None
-    draft = config.draft_model.architecture
-    eagle = draft.get("eagle_config")
-    for source in (draft, eagle if isinstance(eagle, Mapping) else {}):
-        if stated := source.get(_AUXILIARY_LAYERS):
-            return _layer_ids(stated, config.draft_model.name)
+    draft, name = config.draft_model.architecture, config.draft_model.name
+    for section, key in (
+        (None, _AUXILIARY_LAYERS),
+        ("eagle_config", _AUXILIARY_LAYERS),
+        ("dflash_config", _DFLASH_LAYERS),
+    ):
+        source = draft if section is None else draft.get(section)
+        if isinstance(source, Mapping) and (stated := source.get(key)):
+            return _layer_ids(stated, key, name)
+    speculation = config.serve.speculative_config
+    if speculation is not None and speculation.method == "dflash":
+        return _layer_ids(None, _DFLASH_LAYERS, name)
     layers = config.model.num_hidden_layers
     return [2, layers // 2, layers - 3]
 
 
-def _layer_ids(stated: Any, draft: str) -> list[int]:
+def _layer_ids(stated: Any, key: str, draft: str) -> list[int]:
     if not isinstance(stated, list) or not all(type(layer) is int for layer in stated):
         raise ConfigError(
-            f"config.json of model {draft}: {_AUXILIARY_LAYERS} is {shown(stated)}; allowed: a list of "
-            "integers",
-            field=_AUXILIARY_LAYERS,
+            f"config.json of model {draft}: {key} is {shown(stated)}; allowed: a list of integers",
+            field=key,
             value=stated,
         )
     return list(stated)

@@ -150,14 +150,14 @@ def _on_whole_shards(
     stride = serve.block_size * serve.decode_context_parallel_size
     tokens = buckets.num_batched_tokens
     whole = tuple(size for size in tokens if size % stride == 0)
-    path = f"{_NEURON}.num_batched_tokens_buckets"
     if tokens[-1] not in whole:
+        segmented = serve.neuron_config.kv_segment_size_buckets is not None
+        path = f"{_NEURON}.kv_segment_size_buckets" if segmented else "serve.max_num_batched_tokens"
         findings.problem(
-            "serve.max_num_batched_tokens",
+            path,
             tokens[-1],
-            f"the largest prefill bucket is {tokens[-1]}, not a multiple of block_size × "
+            f"{path}: the largest prefill bucket is {tokens[-1]}, not a multiple of block_size × "
             f"decode_context_parallel_size = {stride}; allowed: multiples of {stride}",
-            f"set max_num_batched_tokens (or {path}) so that it ends with one",
         )
         return buckets
     if whole != tokens and serve.neuron_config.num_batched_tokens_buckets is None:
@@ -230,14 +230,14 @@ def _note_encoder(serve: ServeConfig, findings: Findings) -> None:
         findings.problem(
             f"serve.additional_config.{given[1]}",
             others[given[1]],
-            f"serve.additional_config has both {given[0]} and {given[1]}, two names of one thing; allowed: "
-            "one of them",
+            f"serve.additional_config.{given[1]} is set beside {given[0]}, another name of the same; "
+            "allowed: one of them",
             f"keep {given[0]} from Neuron SDK 2.33 on, {given[1]} before",
         )
     elif given:
         options = others[given[0]]
         sizes = options.get("num_vision_tokens_buckets") if isinstance(options, dict) else None
-        many = f", one for each of {shown(sizes)}" if sizes else ""
+        many = f" (one for each of {shown(sizes)})" if sizes else ""
         findings.note(
             f"serve.additional_config.{given[0]}: the encoder's programs{many} are not planned; the engine "
             "compiles them when it starts"

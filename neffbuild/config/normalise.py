@@ -29,8 +29,9 @@ from neffbuild.config.values import (
     shown,
 )
 
-SPECULATION_METHODS = ("eagle3",)
-"""Methods whose program families are known here."""
+SPECULATION_METHODS = ("eagle3", "dflash")
+"""Methods whose program families are known here: both verify in the target and propose in one draft
+program, from hidden states of the target's layers."""
 
 _BUCKETS = "serve.additional_config.neuron_config"
 _LISTS = frozenset(NeuronConfig.model_fields)

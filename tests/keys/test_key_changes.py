@@ -171,6 +171,21 @@ def test_auxiliary_layers_rekey_the_targets(workspace: Workspace, nesting: Any) 
         assert not any(kept(before, after, family))
 
 
+def test_layers_that_a_dflash_draft_reads_are_its_own_to_state(workspace: Workspace) -> None:
+    dflash = {"speculative_config": {**EAGLE3, "method": "dflash"}}
+    with pytest.raises(ConfigError, match="target_layer_ids is None; allowed: a list of integers"):
+        workspace.keys(dflash)
+    layers = {"dflash_config": {"target_layer_ids": [1, 3]}}
+    workspace.write_model("draft", {**DRAFT, **layers})
+    plan = workspace.plan(dflash)
+    assert {tuple(unit.recipe["auxiliary_layers"]) for unit in plan.units if unit.recipe} == {
+        (1, 3)
+    }
+    assert plan.counts["by_family"].keys() == {family.value for family in SPEC_FAMILIES}
+    # What verifies the drafts of one method is no program for another's.
+    assert not keys_of(plan).items() & workspace.keys(WITH_DRAFT).items()
+
+
 def test_auxiliary_layers_written_out_are_the_default_ones(workspace: Workspace) -> None:
     before = workspace.keys(WITH_DRAFT)
     workspace.write_model("draft", {**DRAFT, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]})
