@@ -85,5 +85,5 @@ $(VENV)-ray/.installed: pyproject.toml
 $(VENV)-neuron/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-neuron
 	$(NEURON_BIN)/pip install $(PIP_FLAGS) '$(TORCH)' -e '.[neuron]' \
-		'hypothesis>=6.100' 'jaxlib>=0.10,<0.11' 'pytest>=8.2'
+		'hypothesis>=6.100' 'jaxlib>=0.10,<0.11' 'pytest>=8.2' 'pytest-xdist>=3.6'
 	touch $@
