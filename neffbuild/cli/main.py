@@ -35,6 +35,7 @@ _COMMANDS = {
     "merge-report": "One report of those that shards wrote.",
     "explain": "The recipe of a unit, ingredient by ingredient, or the difference of two.",
     "diff": "What differs between two tags of a store, or between a plan and an engine.",
+    "inspect": "What a compiled file holds, and whether it is whole.",
     "replay": "Run decode steps through the dispatcher and count what they read.",
     "env": "The environment in which an engine serves from its filled cache.",
     "keygen": "Make a key pair to sign tags with.",

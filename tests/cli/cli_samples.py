@@ -26,8 +26,9 @@ REPOSITORY = Path(__file__).parents[2]
 SCHEMAS = REPOSITORY / "docs" / "schemas"
 # A toolchain in a package of its own that builds in milliseconds, without torch.
 PLUGIN = REPOSITORY / "tests" / "farm" / "plugin"
-if str(PLUGIN) not in sys.path:
-    sys.path.append(str(PLUGIN))
+for folder in (PLUGIN, REPOSITORY / "tests" / "neuronx"):
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
 
 MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

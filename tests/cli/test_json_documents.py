@@ -8,6 +8,7 @@ from typing import Any
 
 import cli_samples
 import jsonschema
+import neffs
 import pytest
 from cli_samples import EAGLE3, INDUCTOR, SCHEMAS, Project
 
@@ -23,6 +24,7 @@ def documents(compiled: Project, tmp_path_factory: pytest.TempPathFactory) -> di
     neuron = project.write("neuron.yaml", toolchain={"name": "neuronx", "target": "trn2"})
     report = project.call("report", "config.yaml", "--json").out
     (project.root / "report.json").write_text(report, encoding="utf-8")
+    (project.root / "graph.neff").write_bytes(neffs.make_neff())
     (project.root / "serve.log").write_text("Extracting 1 decode compile targets: [(8, 4096)]\n")
     lines = [
         ["plan", "config.yaml"],
@@ -47,6 +49,7 @@ def documents(compiled: Project, tmp_path_factory: pytest.TempPathFactory) -> di
         ["explain", "config.yaml", "decode_b1_ctx1024"],
         ["explain", "config.yaml", "decode_b1_ctx1024", "decode_b2_ctx1024"],
         ["explain", "config.yaml", "decode_b1_ctx1024", "config.yaml"],
+        ["inspect", "graph.neff"],
         ["replay", "config.yaml", "--steps", "20"],
         ["doctor"],
         ["pull", remote, "--tag", "default:none"],
