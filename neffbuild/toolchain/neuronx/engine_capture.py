@@ -23,9 +23,7 @@ from typing import Any
 from neffbuild.cache.canonical import digest_document, digest_file
 from neffbuild.cache.lock import host_lock
 from neffbuild.config.errors import LockTimeout, NeffbuildError, ToolchainRefusal
-from neffbuild.grid.bucketer import Bucketer
-from neffbuild.grid.expand import Grid
-from neffbuild.toolchain.base import Artifact, Unit
+from neffbuild.toolchain.base import Artifact, Capabilities, Unit
 from neffbuild.toolchain.neuronx.engine_cache import (
     Entry,
     artifact_files,
@@ -79,12 +77,13 @@ class Start:
         )
 
 
-def make_start(unit: Unit, grid: Grid, bucketer: Bucketer, device: str | None) -> Start:
-    """The start for a unit of a grid.
+def make_start(unit: Unit, capabilities: Capabilities) -> Start:
+    """The start for a unit of a config's grid.
 
     Raises `ToolchainRefusal` for a release of vLLM Neuron that cannot be started, and where it has to be
     beside a device and this host has none.
     """
+    device = capabilities.device_for(unit.config, unit.shape)
     if device == NEURON and not any(Path("/dev").glob("neuron*")):
         raise ToolchainRefusal(
             f"{unit.bucket_name} is captured beside a Neuron device, and this host has none (/dev/neuron*): "
@@ -96,10 +95,8 @@ def make_start(unit: Unit, grid: Grid, bucketer: Bucketer, device: str | None) -
     known = generation(release)
     if known is None:
         raise ToolchainRefusal(f"vLLM Neuron {release} cannot be started for its graphs")
-    row = row_of(unit.shape)
-    shapes = [one.shape for one in grid.shapes if row.holds(one.shape)]
-    units = RowUnits.of(unit.config, bucketer, shapes, int(recipe["num_kv_blocks"]))
-    return Start(unit, known, device, units)
+    row = RowUnits.of(unit.config, capabilities, row_of(unit.shape), int(recipe["num_kv_blocks"]))
+    return Start(unit, known, device, row)
 
 
 def build(start: Start, scratch: Path, shared: Path | None) -> Artifact:

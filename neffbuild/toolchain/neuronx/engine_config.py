@@ -25,7 +25,7 @@ from neffbuild.config.build import BuildConfig
 from neffbuild.grid.shapes import DecodeShape, Shape
 from neffbuild.toolchain.base import KVGroup
 from neffbuild.toolchain.kv_groups import kv_groups
-from neffbuild.toolchain.neuronx.routes import BACKEND, NATIVE, REFERENCE, Route
+from neffbuild.toolchain.neuronx.routes import BACKEND, NATIVE, REFERENCE, VLLM_NEURON, Route
 from neffbuild.toolchain.neuronx.target import TARGET_OVERRIDE
 
 CPU_COMPILE = "VLLM_NEURON_CPU_COMPILE"
@@ -76,14 +76,20 @@ def row_of(shape: Shape) -> Row:
     return Row(shape.num_seqs if isinstance(shape, DecodeShape) else None)
 
 
+def starts_engine(config: BuildConfig, route: Route) -> bool:
+    """Whether the config's graphs come from a start of vLLM Neuron, rather than from a folder of them or
+    from our own decoder."""
+    return route.engine == VLLM_NEURON and config.toolchain.hlo_dir is None
+
+
 def device_need(config: BuildConfig, route: Route) -> str | None:
     """The device beside which a config's units are captured; None where any host does it.
 
     vLLM Neuron's documentation says that speculation is not supported in CPU compile, and nothing was
     found in its code that would refuse it: graphs would be missing.
     """
-    started = route.engine != REFERENCE and config.toolchain.hlo_dir is None
-    return NEURON if started and config.serve.speculative_config is not None else None
+    speculates = config.serve.speculative_config is not None
+    return NEURON if speculates and starts_engine(config, route) else None
 
 
 def start_refusal(config: BuildConfig, route: Route, versions: Mapping[str, str]) -> str | None:

@@ -23,9 +23,14 @@ from dataclasses import dataclass
 
 from neffbuild.config.buckets import P_MAX
 from neffbuild.config.build import BuildConfig
+from neffbuild.config.findings import Findings
 from neffbuild.grid.bucketer import Bucketer
 from neffbuild.grid.engine_entries import EngineEntry, Unread, entry_shapes
+from neffbuild.grid.expand import WarmUp, expand
+from neffbuild.grid.phases import Phase
 from neffbuild.grid.shapes import DecodeShape, Family, PrefillShape, Shape
+from neffbuild.toolchain.base import Capabilities
+from neffbuild.toolchain.neuronx.engine_config import Row
 from neffbuild.toolchain.neuronx.hlo_shapes import NoShapes, Parameter, parameter_shapes
 
 _DRAFTS = frozenset({Family.DRAFT, Family.DRAFT_PREFILL})
@@ -75,9 +80,25 @@ class RowUnits:
 
     @classmethod
     def of(
-        cls, config: BuildConfig, bucketer: Bucketer, shapes: Iterable[Shape], num_kv_blocks: int
+        cls, config: BuildConfig, capabilities: Capabilities, row: Row, num_kv_blocks: int
     ) -> RowUnits:
-        units = tuple((shape, signature(shape, config, bucketer)) for shape in shapes)
+        """Those of a config's grid. Raises `ConfigError` for a config that has none."""
+        findings = Findings(config.source)
+        with findings.stage():
+            prefill = capabilities.prefill(config.serve, findings) if capabilities.prefill else None
+        bucketer = Bucketer.from_config(
+            config,
+            query_len_support=capabilities.query_len_support,
+            window_columns=capabilities.window_columns,
+            prefill=prefill,
+        )
+        # The engine warms what it lists, reached or not.
+        grid = expand(bucketer, WarmUp.FULL_PRODUCT, tuple(Phase))
+        units = tuple(
+            (one.shape, signature(one.shape, config, bucketer))
+            for one in grid.shapes
+            if row.holds(one.shape)
+        )
         return cls(bucketer, units, num_kv_blocks)
 
     def shapes_of(self, texts: EngineEntry | None, graph: bytes | None) -> frozenset[Shape]:

@@ -8,9 +8,14 @@ from neffbuild.config.build import BuildConfig
 from neffbuild.config.errors import ConfigError
 from neffbuild.grid.phases import Phase, served_phases
 from neffbuild.grid.shapes import DecodeShape, Shape
+from neffbuild.toolchain.neuronx.engine_config import CPU_MODE, start_refusal, starts_engine
 from neffbuild.toolchain.neuronx.identity import neuronx_identity
 from neffbuild.toolchain.neuronx.routes import COMPILER, NATIVE, REFERENCE, Route, route_of
-from neffbuild.toolchain.neuronx.versions import compiler_path, version_mismatches
+from neffbuild.toolchain.neuronx.versions import (
+    compiler_path,
+    planned_versions,
+    version_mismatches,
+)
 
 _PARALLEL_SIZES = (
     "tensor_parallel_size",
@@ -41,7 +46,10 @@ def host_refusal(config: BuildConfig) -> str | None:
     route = route_of(config.toolchain, os.environ)
     if compiler_path() is None:
         return f"{COMPILER} is not on PATH"
-    if mismatches := version_mismatches(identity.versions, route.here):
+    starts = starts_engine(config, route)
+    if starts and os.environ.get(CPU_MODE):
+        return f"{CPU_MODE} is set, and excludes the CPU compile of vLLM Neuron: unset it"
+    if mismatches := version_mismatches(identity.versions, route.tools if starts else route.here):
         return f"this host is not what the plan was made for: {'; '.join(mismatches)}"
     return "; ".join(identity.unresolved) or None
 
@@ -50,18 +58,8 @@ def graph_refusal(config: BuildConfig, route: Route) -> str | None:
     """Why there are no graphs of the config's to compile."""
     if route.engine == REFERENCE:
         return _reference_refusal(config)
-    graphs = config.toolchain.hlo_dir
-    if route.name == NATIVE:
-        return (
-            "vLLM Neuron's graphs of the route native are captured by its own start, which neffbuild does "
-            f"not run: set toolchain.engine to {REFERENCE} for our own decoder's, or toolchain.route to xla "
-            "and toolchain.hlo_dir to graphs that it has captured"
-        )
-    if graphs is None:
-        return (
-            "the route xla compiles graphs that vLLM Neuron has captured: set toolchain.hlo_dir to the "
-            "folder of its graph.hlo files"
-        )
+    if route.name == NATIVE or starts_engine(config, route):
+        return start_refusal(config, route, planned_versions(config.toolchain, route))
     return None
 
 

@@ -31,6 +31,7 @@ from neffbuild.toolchain.base import (
     Unit,
 )
 from neffbuild.toolchain.neuronx.command import compile_command, stated_flags
+from neffbuild.toolchain.neuronx.engine_config import device_need, starts_engine
 from neffbuild.toolchain.neuronx.hosts import host_fit, neuronx_findings, runtime_refusal
 from neffbuild.toolchain.neuronx.identity import NAME, neuronx_identity
 from neffbuild.toolchain.neuronx.neff import neff_fault
@@ -50,8 +51,8 @@ class NeuronxToolchain:
 
     `UNIFORM`, because vLLM Neuron's programs have one query length for all rows, and near the limit of
     the context it strips the drafts of a whole group. Full attention and sliding windows are what it
-    trims block tables for. Its collectives name global ranks. No device is needed: neuronx-cc compiles
-    anywhere, and units that vLLM Neuron captures on a device only are never captured here.
+    trims block tables for. Its collectives name global ranks. neuronx-cc compiles anywhere; what vLLM
+    Neuron captures on a device only needs one.
     """
 
     name = NAME
@@ -61,6 +62,7 @@ class NeuronxToolchain:
         window_columns=tile_columns,
         prefill=neuron_prefill,
         replica_groups=True,
+        device_for=lambda config, _: device_need(config, route_of(config.toolchain, os.environ)),
     )
     file_checks: Mapping[str, FileCheck] = MappingProxyType({".neff": neff_fault})
     # torch is of use to the reference decoder alone, and heavy for who compiles captured graphs.
@@ -94,6 +96,9 @@ class NeuronxToolchain:
             from neffbuild.toolchain.neuronx import stablehlo
 
             return stablehlo.capture(unit)
+        if starts_engine(unit.config, route):
+            # One start captures and compiles: `compile` hears which graph it was.
+            return Captured("", None)
         from neffbuild.toolchain.neuronx.hlo import capture_hlo
 
         return capture_hlo(unit)
@@ -101,18 +106,25 @@ class NeuronxToolchain:
     def compile(
         self, unit: Unit, captured: Captured, scratch: Path, *, shared: Path | None = None
     ) -> Artifact:
-        from neffbuild.toolchain.neuronx.compile import compile_module
-
         recipe, route = unit.recipe["toolchain"], _route(unit)
+        starts = starts_engine(unit.config, route)
         compiler = compiler_path()
         if compiler is None:
             raise ToolchainRefusal(f"{COMPILER} is not on PATH", hint="run `neffbuild doctor`")
         # In the recipe is what the plan was made with; nothing is built under its key by another.
-        if mismatches := version_mismatches(recipe["versions"], route.here):
+        if mismatches := version_mismatches(
+            recipe["versions"], route.tools if starts else route.here
+        ):
             raise ToolchainRefusal(
                 f"this host is not what the unit's recipe says: {'; '.join(mismatches)}",
                 hint="compile where the plan was made for, or plan again",
             )
+        if starts:
+            from neffbuild.toolchain.neuronx.engine_capture import build, make_start
+
+            return build(make_start(unit, self.capabilities), scratch, shared)
+        from neffbuild.toolchain.neuronx.compile import compile_module
+
         command = compile_command(route, recipe, stated_flags(unit.config, os.environ))
         return compile_module(captured.graph.module, route, command, compiler, scratch)
 
