@@ -21,7 +21,8 @@ from neffbuild.cache.layouts.single_files import KERNELS, TRACES
 @dataclass(frozen=True, slots=True)
 class HandedOut:
     """What became of the entries of a layout, of the kernel binaries they name, and of traces, which are
-    handed out only where that was asked for. `warnings` are about kernels: hits do without them."""
+    handed out only where that was asked for. `warnings` are about kernels, which hits do without, and about
+    traces."""
 
     root: Path
     layout: Exported
@@ -86,6 +87,9 @@ def hand_out(
     traces = None
     if traces_root is not None:
         traces = export(TRACES, store, entries, traces_root, progress=progress)
+        warnings += [
+            f"trace {one.place}: {one.reason}" for one in traces.placed if one.reason is not None
+        ]
     return HandedOut(root, exported, kernels, traces, tuple(warnings))
 
 

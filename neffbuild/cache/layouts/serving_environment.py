@@ -56,7 +56,7 @@ def settled_version(route: str, versions: Mapping[str, str]) -> str:
         known = _BY_COMPILER.get((int(compiler[1]), int(compiler[2])))
         if known is not None:
             return known
-    return _BY_ROUTE[route]
+    return _BY_ROUTE.get(route, _BY_ROUTE[NATIVE])
 
 
 def serving_environment(

@@ -1,0 +1,194 @@
+"""`neffbuild env`: the exact variables by route and generation, as a shell takes them, and the check that the
+engine's cache is filled."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import foreign_trees as foreign
+import pytest
+from cli_samples import Project
+from foreign_trees import key_of
+
+from neffbuild.cache.layouts.engine_root import vllm_cache_root
+
+
+def env(project: Project, *words: str, **toolchain: Any) -> dict[str, Any]:
+    project.write(toolchain={"name": "neuronx", "target": "trn2", **toolchain})
+    ran = project.call("env", "config.yaml", "--json", *words)
+    assert ran.status == 0, ran
+    return ran.document
+
+
+def settings(document: dict[str, Any]) -> dict[str, str | None]:
+    return {one["name"]: one["value"] for one in document["settings"]}
+
+
+def test_the_native_route_of_2_33(project: Project) -> None:
+    document = env(project)
+    root = str(project.root / "home/.cache/vllm")
+    assert (document["route"], document["plugin_version"]) == ("native", "0.29")
+    assert settings(document) == {
+        "VLLM_CACHE_ROOT": root,
+        "NEURON_LIBTORCH_CACHE_ROOT": root,
+        "VLLM_NEURON_BACKEND": "neuron_native",
+        "VLLM_NEURON_DISABLE_WARMUP_COMPILE": "1",
+        "NEURON_LIBTORCH_DISABLE_GRAPH_CAPTURE_BACKEND": "1",
+        "NEURON_LIBTORCH_DISABLE_COMPILE_CACHE": None,
+        "TORCH_CACHING_PRECOMPILE": "0",
+    }
+    assert document["compile_cache"] == f"{root}/neuron/compile_cache"
+
+
+def test_the_xla_route_by_generation(project: Project) -> None:
+    of_2_32 = settings(env(project, route="xla", versions={"neuronx-cc": "2.27.5334.0"}))
+    assert of_2_32["VLLM_NEURON_BACKEND"] == "vllm_neuron"
+    assert "TORCH_CACHING_PRECOMPILE" not in of_2_32
+    assert of_2_32["NEURON_LIBTORCH_DISABLE_GRAPH_CAPTURE_BACKEND"] == "1"
+    of_0_21 = settings(env(project, route="xla", versions={"vllm-neuron": "0.21.0.1.0.0"}))
+    assert of_0_21["VLLM_NEURON_DISABLE_GRAPH_CAPTURE_BACKEND"] == "1"
+    assert of_0_21["VLLM_NEURON_DISABLE_COMPILE_CACHE"] is None
+    assert not any(name.startswith("NEURON_LIBTORCH") for name in of_0_21)
+    assert settings(env(project, "--plugin-version", "0.21", route="xla")) == of_0_21
+    later = env(project, route="xla", versions={"neuronx-cc": "2.28.7631.0"})
+    [backend] = [one for one in later["settings"] if one["name"] == "VLLM_NEURON_BACKEND"]
+    assert backend["value"] == "vllm_neuron"
+    assert not backend["verified"]
+
+
+def test_the_native_route_of_0_24_says_what_it_needs_more(project: Project) -> None:
+    document = env(project, versions={"neuronx-cc": "2.27.5334.0"})
+    assert document["plugin_version"] == "0.24"
+    assert settings(document)["VLLM_NEURON_LIBTORCH_NEURONX_LITE"] == "1"
+    assert settings(document)["VLLM_NEURON_BACKEND"] == "neuron_native"
+
+
+@pytest.mark.parametrize(
+    ("flags", "value"),
+    [
+        ([], None),
+        (["--hbm-scratchpad-page-size=2048"], "2048"),
+        (["--hbm-scratchpad-page-size", "1024"], "1024"),
+        (["-O1 --hbm-scratchpad-page-size 512"], "512"),
+        (["--hbm-scratchpad-page-size=512", "--hbm-scratchpad-page-size=2048"], "2048"),
+    ],
+)
+def test_the_scratchpad_page_size_goes_with_its_flag(
+    project: Project, flags: list[str], value: str | None
+) -> None:
+    assert settings(env(project, flags=flags)).get("NEURON_SCRATCHPAD_PAGE_SIZE") == value
+
+
+def test_a_shell_takes_it_as_it_is(project: Project, tmp_path: Path) -> None:
+    root = tmp_path / "a cache; $(touch hacked) 'of ours'"
+    foreign.vllm_entry(root / "neuron/compile_cache", 0)
+    project.write(toolchain={"name": "neuronx", "target": "trn2"})
+    ran = project.call("env", "config.yaml", "--root", str(root))
+    assert ran.status == 0, ran
+    script = f"export NEURON_LIBTORCH_DISABLE_COMPILE_CACHE=1\n{ran.out}\nenv"
+    shown = subprocess.run(
+        ["sh", "-eu"], input=script, capture_output=True, text=True, cwd=tmp_path, check=True
+    ).stdout.splitlines()
+    assert f"VLLM_CACHE_ROOT={root}" in shown
+    assert "VLLM_NEURON_DISABLE_WARMUP_COMPILE=1" in shown
+    assert not any("DISABLE_COMPILE_CACHE" in line for line in shown)
+    assert not (tmp_path / "hacked").exists()
+    comments = [line for line in ran.out.splitlines() if line.startswith("#")]
+    assert any("BEFORE any remote cache is asked" in line for line in comments)
+    assert any("not run on a Neuron device" in line for line in comments)
+    line_break = project.call("env", "config.yaml", "--root", "a\ntouch hacked")
+    assert line_break.status == 2
+    assert "cannot be printed" in line_break.err
+
+
+@pytest.fixture
+def serving(project: Project, tmp_path: Path) -> Path:
+    """The compile cache of a machine that pulled what was adopted for the config."""
+    fleet, serving = tmp_path / "fleet", tmp_path / "vllm/neuron/compile_cache"
+    for number in range(2):
+        foreign.vllm_entry(fleet, number)
+    # Planned by the tests' toolchain, since this one's own tools are not installed.
+    for words in (
+        ("import", str(fleet), "--layout", "vllm-neuron", "--config", "config.yaml"),
+        ("push", "config.yaml", "--to", "remote", "--tag", "t", "--allow-partial"),
+        ("pull", "remote", "--tag", "llama:t", "--allow-partial", "--cache", "node", "--layout",
+         "vllm-neuron", "--into", str(serving)),
+    ):  # fmt: skip
+        ran = project.call(*words)
+        assert ran.status == 0, ran
+    return serving
+
+
+def test_the_local_cache_has_to_be_filled_before_the_engine_starts(
+    project: Project, serving: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("neffbuild.cli.env._require_neuron", lambda _: None)
+    words = ("env", "config.yaml", "--cache", "node", "--json", "--root")
+    # Both spellings: what the variable is set to, and where the entries are.
+    for root in (serving, serving.parents[1]):
+        ran = project.call(*words, str(root))
+        assert ran.status == 0, ran
+        assert ran.document["cache_root"] == str(serving.parents[1])
+        assert ran.document["check"]["ready"]
+        assert ran.document["check"]["hits"] == 2
+        assert ran.document["check"]["manifest"]
+    (serving / key_of(1) / ".compilation_complete").unlink()
+    foreign.vllm_entry(serving, 7)  # of somebody else: it makes up for nothing
+    ran = project.call(*words, str(serving))
+    assert ran.status == 1
+    [lacking] = ran.document["check"]["lacking"]
+    assert (lacking["place"], lacking["state"]) == (key_of(1), "incomplete")
+    shutil.rmtree(serving)
+    ran = project.call(*words, str(serving))
+    assert ran.status == 1
+    assert len(ran.document["check"]["lacking"]) == 2
+    text = project.call(*words[:4], "--root", str(serving))
+    assert text.status == 1
+    assert "export VLLM_CACHE_ROOT=" in text.out
+    assert "is not filled: 0 hits, 2 lacking" in text.err
+    assert "--layout vllm-neuron --into" in text.err
+
+
+def test_without_a_manifest_the_cache_has_to_hold_something_and_nothing_half(
+    project: Project, tmp_path: Path
+) -> None:
+    project.write(toolchain={"name": "neuronx", "target": "trn2"})
+    root = tmp_path / "vllm"
+    line = ("env", "config.yaml", "--root", str(root), "--json")
+    assert project.call(*line).status == 1
+    foreign.vllm_entry(root / "neuron/compile_cache", 0)
+    ran = project.call(*line)
+    assert ran.status == 0
+    assert ran.document["check"]["manifest"] is None
+    foreign.vllm_entry(root / "neuron/compile_cache", 1, sentinel=None)
+    assert project.call(*line).status == 1
+
+
+def test_what_is_refused(project: Project) -> None:
+    project.write(toolchain={"name": "hostile"})
+    ran = project.call("env", "config.yaml")
+    assert ran.status == 2
+    assert "these variables are vLLM Neuron's" in ran.err
+    project.write(toolchain={"name": "neuronx", "route": "hlo"})
+    assert "allowed: native, xla" in project.call("env", "config.yaml").err
+    project.write(toolchain={"name": "neuronx"})
+    ran = project.call("env", "config.yaml", "--plugin-version", "latest")
+    assert ran.status == 2
+    assert "is no version of vLLM Neuron" in ran.err
+
+
+def test_where_the_engine_keeps_its_cache() -> None:
+    def local(_: Path) -> str:
+        return "ext4"
+
+    for environment, file_system, root in (
+        ({"VLLM_CACHE_ROOT": "/data/vllm", "HOME": "/home/u"}, lambda _: "nfs4", "/data/vllm"),
+        ({"HOME": "/home/u"}, local, "/home/u/.cache/vllm"),
+        ({"HOME": "/home/u", "XDG_CACHE_HOME": "/c"}, local, "/c/vllm"),
+        ({"HOME": "/home/u", "USER": "u"}, lambda _: "nfs4", "/tmp/vllm_neuron_wdir_u"),
+        ({"HOME": "/home/u", "USER": "u"}, lambda _: "lustre", "/tmp/vllm_neuron_wdir_u"),
+    ):
+        assert str(vllm_cache_root(environment, file_system)) == root

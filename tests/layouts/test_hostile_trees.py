@@ -1,0 +1,240 @@
+"""Trees that somebody made to be imported: nothing outside them is read, nothing odd is taken over, and the
+rest of them is."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import foreign_trees as foreign
+import pytest
+from cli_samples import Project
+from foreign_trees import NKI_ROOT, content, key_of
+from hypothesis import given
+from hypothesis import strategies as st
+from layout_samples import adopted
+
+from neffbuild.cache.layouts import tree as trees
+from neffbuild.cache.layouts.kernels import below_nki_root, kernel_paths
+from neffbuild.cache.layouts.layout import State
+from neffbuild.cache.layouts.tree import Tree, Unsafe
+
+SECRET = b"nobody outside may read this"
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Path:
+    (tmp_path / "secret").write_bytes(SECRET)
+    foreign.vllm_entry(tmp_path / "fleet", 0)
+    foreign.vllm_entry(tmp_path / "fleet", 1)
+    return tmp_path / "fleet"
+
+
+def swap(path: Path, what: Callable[[Path], object]) -> None:
+    path.unlink(missing_ok=True)
+    what(path)
+
+
+def link_to_secret(path: Path) -> None:
+    path.symlink_to(path.parents[2] / "secret")
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def listening(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            server.bind(f"/proc/self/fd/{folder}/{path.name}")  # a socket's path is short
+        finally:
+            os.close(folder)
+
+
+@pytest.mark.parametrize("what", [link_to_secret, pipe, listening])
+@pytest.mark.parametrize(
+    "name",
+    ["graph.hlo", ".compilation_complete", ".artifact_metadata_v0.json", "command.txt", "extra"],
+)
+def test_no_link_pipe_or_socket_is_read(
+    fleet: Path, tmp_path: Path, what: Callable[[Path], object], name: str
+) -> None:
+    swap(fleet / key_of(0) / name, what)
+    result = adopted(fleet, tmp_path / "store")
+    states = {one.place: one.state for one in result.found}
+    assert states == {key_of(0): State.REFUSED, key_of(1): State.COMPLETE}
+    assert SECRET not in b"".join(content(tmp_path / "store").values())
+
+
+def test_no_folder_is_followed_out_of_the_tree(fleet: Path, tmp_path: Path) -> None:
+    elsewhere = foreign.vllm_entry(tmp_path / "elsewhere", 2)
+    (fleet / key_of(2)).symlink_to(elsewhere)
+    (fleet / key_of(0) / "hlo_passes2").symlink_to(elsewhere)
+    foreign.xla_module(tmp_path / "elsewhere", 0)
+    [compiler] = [p for p in (tmp_path / "elsewhere").iterdir() if p.name.startswith("neuronxcc")]
+    (tmp_path / "xla").mkdir()
+    (tmp_path / "xla" / compiler.name).symlink_to(compiler)
+    states = {one.place: one.state for one in adopted(fleet, tmp_path / "store").found}
+    assert states == {
+        key_of(0): State.REFUSED,
+        key_of(1): State.COMPLETE,
+        key_of(2): State.REFUSED,
+    }
+    assert adopted(tmp_path / "xla", tmp_path / "store", "libneuronxla").found == ()
+
+
+@pytest.mark.parametrize(
+    "name", ["a\nb", "a\x1b[2J", "x" * 200, b"caf\xe9".decode(errors="surrogateescape"), "a\\b"]
+)
+def test_names_that_no_engine_gives(fleet: Path, tmp_path: Path, name: str) -> None:
+    (fleet / key_of(0) / name).write_bytes(b"x")
+    states = {one.place: one.state for one in adopted(fleet, tmp_path / "store").found}
+    assert states[key_of(0)] is State.REFUSED
+    assert states[key_of(1)] is State.COMPLETE
+
+
+def test_sizes_depths_and_numbers_are_bounded(
+    fleet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def state() -> State:
+        [found] = [
+            one for one in adopted(fleet, tmp_path / "store").found if one.place == key_of(0)
+        ]
+        return found.state
+
+    huge = fleet / key_of(0) / "huge"
+    with huge.open("wb") as file:
+        file.truncate(trees.MOST_FILE_BYTES + 1)  # sparse: it takes no space
+    assert state() is State.REFUSED
+    huge.unlink()
+    deep = fleet / key_of(0) / "/".join("d" * (trees.MOST_DEPTH + 2))
+    deep.mkdir(parents=True)
+    assert state() is State.REFUSED
+    deep.rmdir()
+    deep.parent.rmdir()
+    for bound in ("MOST_UNIT_FILES", "MOST_UNIT_BYTES"):
+        with monkeypatch.context() as small:
+            small.setattr(trees, bound, 3)
+            assert state() is State.REFUSED
+    with monkeypatch.context() as small:
+        small.setattr(trees, "MOST_NAMES", 3)
+        with pytest.raises(Unsafe):
+            Tree(fleet / key_of(0)).names()
+    # Metadata that would fill memory is not read to its end.
+    (fleet / key_of(0) / ".artifact_metadata_v0.json").write_bytes(b" " * (1 << 24) + b" ")
+    assert state() is State.REFUSED
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_taken(
+    fleet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = fleet / key_of(0) / "graph.hlo"
+    record = Tree.record
+
+    def change(tree: Tree, file: trees.TreeFile) -> object:
+        found = record(tree, file)
+        if file.name.endswith(f"{key_of(0)}/graph.hlo"):
+            graph.write_bytes(graph.read_bytes()[::-1])
+        return found
+
+    monkeypatch.setattr(Tree, "record", change)
+    result = adopted(fleet, tmp_path / "store")
+    states = {one.place: one for one in result.found}
+    assert states[key_of(0)].state is State.INCOMPLETE
+    assert "changed while it was read" in (states[key_of(0)].reason or "")
+    assert len(result.entries) == 1
+
+
+def test_a_folder_swapped_for_a_link_between_looking_and_opening(
+    fleet: Path, tmp_path: Path
+) -> None:
+    tree = Tree(fleet)
+    files = tree.below(key_of(0))
+    (fleet / key_of(0)).rename(tmp_path / "aside")
+    (fleet / key_of(0)).symlink_to(tmp_path / "aside")
+    with pytest.raises((Unsafe, OSError)):
+        tree.record(files[f"{key_of(0)}/graph.hlo"])
+
+
+def test_a_graph_that_names_files_of_the_machine_gets_none_of_them(tmp_path: Path) -> None:
+    nki = tmp_path / "nki"
+    foreign.write(nki, {"good.klir": b"good"})
+    (nki / "link.klir").symlink_to(tmp_path / "secret")
+    (tmp_path / "secret").write_bytes(SECRET)
+    named = (
+        str(tmp_path / "secret"),
+        f"{NKI_ROOT}/../../../{tmp_path}/secret",
+        f"{NKI_ROOT}/link.klir",
+        f"{NKI_ROOT}/gone.klir",
+        f"{NKI_ROOT}/good.klir",
+        "relative.klir",
+    )
+    foreign.vllm_entry(tmp_path / "fleet", 0, kernels=named)
+    result = adopted(tmp_path / "fleet", tmp_path / "store", nki=nki)
+    [found] = result.found
+    assert found.state is State.COMPLETE
+    assert len([note for note in found.notes if "not shipped" in note]) == 4
+    [entry] = result.entries.values()
+    kernels = [name for name in entry.files if "nki-intermediate-cache" in name]
+    assert kernels == ["engine/nki-intermediate-cache/good.klir"]
+    assert SECRET not in b"".join(content(tmp_path / "store").values())
+
+
+def test_a_hostile_tree_ends_with_status_4_and_the_rest_is_taken(
+    project: Project, fleet: Path
+) -> None:
+    swap(fleet / key_of(0) / "graph.hlo", link_to_secret)
+    ran = project.call("import", str(fleet), "--layout", "vllm-neuron", "--json")
+    assert ran.status == 4
+    document = ran.document
+    assert not document["ok"]
+    assert document["entries"] == {"whole": 1, "imported": 1}
+    [problem] = document["problems"]
+    assert (problem["kind"], problem["key"]) == ("bad_entry", key_of(0))
+
+
+def test_a_tree_without_signatures_is_refused_where_they_are_required(
+    project: Project, fleet: Path
+) -> None:
+    ran = project.call("import", str(fleet), "--layout", "vllm-neuron", "--require-signature")
+    assert ran.status == 4
+    assert "is signed" in ran.err
+    assert not list(project.cache.glob("v1/entries/*/*"))
+
+
+@given(
+    paths=st.lists(
+        st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1).map(
+            lambda t: f"/{t}"
+        ),
+        max_size=4,
+    ),
+    before=st.binary(max_size=40),
+)
+def test_kernels_are_found_wherever_they_stand_in_a_graph(paths: list[str], before: bytes) -> None:
+    found = kernel_paths(before + b"\x00" + foreign.hlo(0, *paths))
+    assert set(paths) <= found
+
+
+@given(st.binary(max_size=400) | st.text("eyJhbGc0=/+AZaz09", max_size=400).map(str.encode))
+def test_no_graph_breaks_the_search(data: bytes) -> None:
+    assert all(path.startswith("/") for path in kernel_paths(data))
+
+
+@pytest.mark.parametrize(
+    ("path", "below"),
+    [
+        (f"{NKI_ROOT}/a/b.klir", "a/b.klir"),
+        (f"{NKI_ROOT}/", None),
+        (NKI_ROOT, None),
+        (f"{NKI_ROOT}/../x", None),
+        (f"{NKI_ROOT}x/y", None),
+        ("/etc/shadow", None),
+        (f"{NKI_ROOT}/a\0b", None),
+    ],
+)
+def test_only_paths_below_the_one_folder_are_believed(path: str, below: str | None) -> None:
+    assert below_nki_root(path) == below
