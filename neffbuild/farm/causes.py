@@ -86,11 +86,11 @@ def over_memory(limit: int) -> Cause:
     )
 
 
-def over_host_memory(resident: int, reserved: int, available: int) -> Cause:
-    """Ended because the host was running out of memory; all in bytes."""
+def over_host_memory(resident: int, reserved: int, available: int, where: str) -> Cause:
+    """Ended because `where`, this host or a part of it, was running out of memory; all in bytes."""
     return _out_of_memory(
         f"ended at {resident / 2**30:.1f} GiB, {reserved / 2**30:.1f} GiB of which were reserved for it: "
-        f"the host had only {available / 2**30:.2f} GiB of memory left"
+        f"{where} had only {available / 2**30:.2f} GiB of memory left"
     )
 
 

@@ -18,6 +18,8 @@ import psutil
 
 _UNLIMITED = 1 << 60
 """Version 1 says "no limit" as a number near 2^63."""
+THIS_HOST = "this host"
+_CONTROL_GROUP = "this process's control group"
 
 
 class Host(Protocol):
@@ -31,6 +33,16 @@ class Host(Protocol):
     @property
     def total_memory(self) -> int:
         """Bytes of memory the processes of this host may use in all."""
+        ...
+
+    @property
+    def cpus_of(self) -> str:
+        """What has as many cores as `cpus` says, for messages: this host, or what bounds us on it."""
+        ...
+
+    @property
+    def memory_of(self) -> str:
+        """What has as much memory as `total_memory` says, for messages."""
         ...
 
     def available_memory(self) -> int:
@@ -58,6 +70,18 @@ class LinuxHost:
     @property
     def total_memory(self) -> int:
         return min([psutil.virtual_memory().total, *(g.limit for g in self._memory_groups())])
+
+    @property
+    def cpus_of(self) -> str:
+        cpus, bound = self.cpus, len(os.sched_getaffinity(0))
+        if cpus < bound:
+            return _CONTROL_GROUP
+        return THIS_HOST if bound >= (os.cpu_count() or 1) else "this process's CPU affinity"
+
+    @property
+    def memory_of(self) -> str:
+        confined = self.total_memory < psutil.virtual_memory().total
+        return _CONTROL_GROUP if confined else THIS_HOST
 
     def available_memory(self) -> int:
         groups = (max(0, group.limit - group.used) for group in self._memory_groups())

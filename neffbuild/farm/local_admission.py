@@ -21,7 +21,7 @@ from neffbuild.farm.admission import (
     to_be_ended,
 )
 from neffbuild.farm.causes import over_host_memory
-from neffbuild.farm.host import Host
+from neffbuild.farm.host import THIS_HOST, Host
 from neffbuild.farm.local import LocalExecutor
 from neffbuild.farm.reservations import FarmClaims, Reservations
 from neffbuild.farm.schedule import Waiting
@@ -72,7 +72,7 @@ class LocalAdmission:
         if not self._is_bounded:
             return None
         return (
-            f"{self.asked} workers asked for; {self.workers} run at once: this host has "
+            f"{self.asked} workers asked for; {self.workers} run at once: {self._host.cpus_of} has "
             f"{_counted(self._cpus, 'CPU core')}, {self._unit_cpus} for each"
         )
 
@@ -165,19 +165,25 @@ class LocalAdmission:
             return Held("alone", f"{head}{name} is tried again alone")
         if short == "cpus":
             return Held(
-                "cpus", f"{head}all {_counted(self._cpus, 'CPU core')} of this host are taken"
+                "cpus",
+                f"{head}all {_counted(self._cpus, 'CPU core')} of {self._host.cpus_of} are taken",
             )
         if short == "memory":
             return Held(
                 "memory",
                 f"{head}{name} needs {_size(claim.needs.memory)} of memory, "
-                f"{_size(free.memory)} of the {_size(budget.memory)} for compiles are free",
+                f"{_size(free.memory)} of the {_size(budget.memory)} for compiles are free"
+                + self._whole_memory(),
             )
         return Held(
             "scratch",
             f"{head}{name} needs {_size(claim.needs.scratch)} of scratch space, "
             f"{_size(free.scratch)} are free",
         )
+
+    def _whole_memory(self) -> str:
+        bound = self._host.memory_of
+        return "" if bound == THIS_HOST else f" ({bound} has {_size(self._total)})"
 
     def _head(self) -> str:
         asked = (
@@ -192,14 +198,14 @@ class LocalAdmission:
         if first.alone or short is None:
             return None
         if short == "cpus":
-            return f"expected to use {claim.needs.cpus} CPU cores; this host has {self._cpus}"
-        what, wanted, there = (
-            ("memory", claim.needs.memory, free.memory)
+            return f"expected to use {claim.needs.cpus} CPU cores; {self._host.cpus_of} has {self._cpus}"
+        what, wanted, there, place = (
+            ("memory", claim.needs.memory, free.memory, self._host.memory_of)
             if short == "memory"
-            else ("scratch space", claim.needs.scratch, free.scratch)
+            else ("scratch space", claim.needs.scratch, free.scratch, THIS_HOST)
         )
         return (
-            f"expected to need {_size(wanted)} of {what}; this host has {_size(there)} to give: "
+            f"expected to need {_size(wanted)} of {what}; {place} has {_size(there)} to give: "
             "started alone"
         )
 
@@ -207,7 +213,10 @@ class LocalAdmission:
         for key, held in self._running.items():
             if held.holding == chosen:
                 cause = over_host_memory(
-                    held.holding.resident, held.holding.needs.memory, available
+                    held.holding.resident,
+                    held.holding.needs.memory,
+                    available,
+                    self._host.memory_of,
                 )
                 self._executor.end(key, cause)
                 self._running[key] = replace(held, holding=replace(held.holding, ending=True))

@@ -74,6 +74,7 @@ class SmallHost:
 
     cpus: int
     total_memory: int
+    cpus_of = memory_of = "this host"
 
     def available_memory(self) -> int:
         return max(0, self.total_memory - eaten_bytes())
@@ -87,6 +88,7 @@ class RoomyHost:
 
     cpus = 64
     total_memory = 1 << 40
+    cpus_of = memory_of = "this host"
 
     def available_memory(self) -> int:
         return 1 << 40

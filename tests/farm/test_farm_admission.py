@@ -179,7 +179,7 @@ def test_a_unit_that_eats_the_hosts_memory_is_ended_before_the_kernel_ends_anoth
     assert [unit.outcome for unit in result.units[:3]] == [Outcome.BUILT] * 3
     assert eater.cause is not None
     assert eater.cause.kind is CauseKind.OUT_OF_MEMORY
-    assert "the host had only" in eater.cause.text
+    assert "this host had only" in eater.cause.text
     assert eater.peak_memory_bytes is not None
     assert eater.peak_memory_bytes > 250 * MIB
     memory = [e.resident_bytes for e in seen.events if isinstance(e, UnitMemory)]

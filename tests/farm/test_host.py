@@ -29,6 +29,8 @@ def test_without_control_groups_it_is_the_machine(tmp_path: Path) -> None:
     assert bare.cpus == CORES
     assert bare.total_memory == psutil.virtual_memory().total
     assert 0 < bare.available_memory() <= bare.total_memory
+    assert bare.memory_of == "this host"
+    assert (bare.cpus_of == "this host") == (os.cpu_count() == CORES)
     assert bare.free_scratch(tmp_path) == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
 
 
@@ -55,6 +57,8 @@ def test_version_2_the_tightest_group_above_counts(tmp_path: Path) -> None:
     assert here.total_memory == 100 * MIB
     assert here.available_memory() == 50 * MIB
     assert here.cpus == 1
+    assert here.memory_of == "this process's control group"
+    assert (here.cpus_of == here.memory_of) == (CORES > 1)
 
 
 def test_version_1_with_its_controllers_apart(tmp_path: Path) -> None:

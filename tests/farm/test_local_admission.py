@@ -29,6 +29,8 @@ class Host:
     total_memory: int = 1000 * MIB
     available: int = 1000 * MIB
     scratch: int = 1 << 40
+    cpus_of: str = "this host"
+    memory_of: str = "this host"
 
     def available_memory(self) -> int:
         return self.available
@@ -149,6 +151,28 @@ def test_memory_that_other_programs_take_is_waited_for_while_something_runs(fold
         )
         host.available = 600 * MIB
         assert isinstance(only.step(), Admitted)
+
+
+def test_what_bounds_the_run_is_named_where_it_is_not_the_host(folder: Path) -> None:
+    group = "this process's control group"
+    with ExitStack() as stack:
+        confined = Host(cpus=2, cpus_of=group, memory_of=group)
+        only = farm(stack, confined, [600, 600, 600], workers=64)
+        assert only.admission.fewer == (
+            f"64 workers asked for; 2 run at once: {group} has 2 CPU cores, 1 for each"
+        )
+        assert isinstance(only.step(), Admitted)
+        held = only.step()
+        assert isinstance(held, Held)
+        assert held.reason == (
+            "64 workers asked for; 1 run: decode_b2_ctx128 needs 0.6 GiB of memory, 0.4 GiB of the "
+            f"1.0 GiB for compiles are free ({group} has 1.0 GiB)"
+        )
+    with ExitStack() as stack:
+        only = farm(stack, Host(memory_of=group), [1500])
+        alone = only.step()
+        assert isinstance(alone, Admitted)
+        assert f"{group} has 1.0 GiB to give: started alone" in str(alone.warning)
 
 
 def test_scratch_space_is_reserved_too(folder: Path) -> None:
