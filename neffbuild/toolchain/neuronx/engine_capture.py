@@ -73,7 +73,7 @@ class Start:
     def digest(self) -> str:
         """The same for all units of a row: of everything the start is told, but where it lies."""
         return digest_document(
-            {"options": self.options("", ""), "environment": self.environment("")}
+            {"options": self.options("", None), "environment": self.environment("")}
         )
 
 
