@@ -110,6 +110,7 @@ def plan_document(plan: Plan, refusal: str | None) -> dict[str, Any]:
 
 def plan_text(plan: Plan, cache: str, shown: int) -> str:
     """The plan for a person; `cache` is where its units were looked for."""
+    from neffbuild.grid.phases import leaves_prefill_to_others
     from neffbuild.report.text import columns
 
     identity, counts = plan.identity, plan.counts
@@ -143,7 +144,8 @@ def plan_text(plan: Plan, cache: str, shown: int) -> str:
     lines += ["", summary]
     if counts["cannot_occur"]:
         lines.append(f"{counts['cannot_occur']} shapes cannot occur and need no program")
-    lines += [f"prefill is not covered: {gap.reason}" for gap in _prefill_gaps(plan)]
+    if leaves_prefill_to_others(plan.config):
+        lines += [f"prefill is not covered: {gap.reason}" for gap in _prefill_gaps(plan)]
     return "\n".join(lines)
 
 

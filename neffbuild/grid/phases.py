@@ -38,7 +38,16 @@ def served_phases(config: BuildConfig, *, prefill_programs: bool) -> tuple[Phase
                 hint="leave toolchain.phases out",
             )
         return (Phase.DECODE,)
-    if chosen is not None:
-        return _OF_OPTION[chosen]
+    return _told(config)
+
+
+def leaves_prefill_to_others(config: BuildConfig) -> bool:
+    """Whether a worker only decodes because it was told to, by its role or by `toolchain.phases`."""
+    return _told(config) == (Phase.DECODE,)
+
+
+def _told(config: BuildConfig) -> tuple[Phase, ...]:
+    if config.toolchain.phases is not None:
+        return _OF_OPTION[config.toolchain.phases]
     role = (config.serve.kv_transfer_config or {}).get("kv_role")
     return _OF_ROLE.get(str(role), _BOTH)

@@ -17,7 +17,7 @@ from neffbuild.config.neuron_engine import PrefillBuckets, neuron_prefill
 from neffbuild.grid.bucketer import Bucketer, QueryLenSupport
 from neffbuild.grid.coverage import check_coverage, prefill_gaps
 from neffbuild.grid.expand import Grid, Need, WarmUp, expand
-from neffbuild.grid.phases import Phase, served_phases
+from neffbuild.grid.phases import Phase, leaves_prefill_to_others, served_phases
 from neffbuild.grid.shapes import PrefillShape
 
 BOTH = (Phase.DECODE, Phase.PREFILL)
@@ -130,7 +130,9 @@ def config_of(phases: str | None = None, role: str | None = None) -> BuildConfig
     ],
 )
 def test_phases_by_role(phases: str | None, role: str | None, served: tuple[Phase, ...]) -> None:
-    assert served_phases(config_of(phases, role), prefill_programs=True) == served
+    config = config_of(phases, role)
+    assert served_phases(config, prefill_programs=True) == served
+    assert leaves_prefill_to_others(config) is (served == (Phase.DECODE,))
 
 
 @pytest.mark.parametrize("role", [None, "kv_producer", "kv_consumer", "kv_both"])
