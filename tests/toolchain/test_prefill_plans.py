@@ -13,11 +13,14 @@ from toolchain_samples import speculative_build, tiny_build
 from neffbuild.cache.directory import DirectoryStore
 from neffbuild.cache.plan import Plan, store_plan_manifest
 from neffbuild.cache.recipe import ToolchainIdentity
+from neffbuild.cli.selection import Selection, part_of
 from neffbuild.config.build import BuildConfig, ToolchainConfig
-from neffbuild.config.errors import ConfigError
+from neffbuild.config.errors import ConfigError, MissingUnit
 from neffbuild.config.neuron_engine import neuron_prefill
 from neffbuild.config.serve import AdditionalConfig, NeuronConfig
+from neffbuild.farm.shards import Shard
 from neffbuild.grid.bucketer import QueryLenSupport
+from neffbuild.runtime.loader import Loader
 from neffbuild.toolchain.base import Capabilities, KVGroup, Unit
 from neffbuild.toolchain.planning import plan_with, require_buckets
 
@@ -157,6 +160,43 @@ def test_a_manifest_keeps_rank_scopes(tmp_path) -> None:
     shapes = {unit.shape.bucket_name for unit in planned.units if "decode" in unit.bucket_name}
     uncovered = [state["reason"] for state in manifest.coverage["uncovered_states"]]
     assert sorted(uncovered) == sorted(f"{name} is missing" for name in shapes)
+
+
+@given(st.integers(1, 9))
+def test_shards_share_out_units_of_every_rank(count: int) -> None:
+    planned = scoped()
+    parts = [
+        part_of(planned, Selection(None, Shard(index, count), None, False, False), lambda _: 1.0)
+        for index in range(1, count + 1)
+    ]
+    names = [name for part in parts for name in part.names]
+    assert sorted(names) == sorted(unit.bucket_name for unit in planned.units)
+    assert {part.of_units for part in parts} == {len(planned.units)}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("decode_b1_ctx128", ["decode_b1_ctx128@dp0", "decode_b1_ctx128@dp1"]),
+        ("decode_b1_*@dp1", ["decode_b1_ctx128@dp1", "decode_b1_ctx256@dp1"]),
+        ("prefill_s256@dp0", ["prefill_s256@dp0"]),
+    ],
+)
+def test_a_pattern_matches_with_and_without_the_rank_scope(pattern: str, names: list[str]) -> None:
+    part = part_of(scoped(), Selection(pattern, None, None, False, False), lambda _: 1.0)
+    assert sorted(part.names) == names
+
+
+def test_a_rank_loads_its_own_programs(tmp_path) -> None:
+    planned, store = scoped(), DirectoryStore(tmp_path)
+    manifest = store_plan_manifest(planned, store)
+    first, second = planned.units[:2]
+    for unit in (first, second):
+        loader = Loader(manifest, store, Planner(), rank_scope=unit.rank_scope)
+        with pytest.raises(MissingUnit, match=f"key {unit.key}"):
+            loader.load(unit.shape)
+    with pytest.raises(MissingUnit, match="is not in"):
+        Loader(manifest, store, Planner()).load(first.shape)
 
 
 def test_our_own_engine_has_decode_programs_of_one_rank() -> None:
