@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -186,7 +186,7 @@ class Dispatcher:
             )
         verified = [verified_drafts(self._bucketer, step, row, shapes) for row in batch.rows]
         rows = [
-            row if row.num_drafts == drafts else replace(row, num_drafts=drafts)
+            row if row.num_drafts == drafts else row._replace(num_drafts=drafts)
             for row, drafts in zip(batch.rows, verified, strict=True)
         ]
         outputs = self.run_in(self._program_for(shapes.target), batch._replace(rows=rows))

@@ -302,6 +302,7 @@ def test_one_rank_forces_the_group(support: QueryLenSupport) -> None:
 ROWS = st.builds(
     Row,
     num_computed_tokens=st.integers(1, 1022),
+    num_new_tokens=st.just(1),
     num_drafts=st.integers(0, 5),
     post_transfer=st.booleans(),
     wants_to_propose=st.booleans(),
