@@ -97,4 +97,9 @@ def causes(ran: Ran) -> dict[str, tuple[str, str]]:
     }
 
 
-WINDOWED = {**MODEL, "model_type": "mistral", "sliding_window": 1024}
+WINDOWED = {
+    **MODEL,
+    "sliding_window": 1024,
+    "layer_types": ["sliding_attention", "full_attention"] * 4,
+}
+"""A model half of whose layers have a window; its tables are as wide as those of a context of 1152."""
