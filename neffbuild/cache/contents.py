@@ -33,11 +33,10 @@ def check_contents(store: Store, verified: Verified, checks: Mapping[str, FileCh
                     found[record.digest] = check(path)
             if fault := found[record.digest]:
                 problems.append(Problem(ProblemKind.BAD_ENTRY, key, f"{name}: {fault}"))
-    broken: dict[str, dict[str, int]] = {problem.key: {} for problem in problems}
     return replace(
         verified,
         problems=(*verified.problems, *dict.fromkeys(problems)),
-        broken={**verified.broken, **broken},
+        unusable=frozenset(problem.key for problem in problems),
     )
 
 

@@ -152,11 +152,23 @@ ABSENT = "(absent)"
 def difference(
     left: Mapping[str, Any], right: Mapping[str, Any], path: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
-    """(dotted path, left, right) of every ingredient in which two recipes differ."""
+    """(dotted path, left, right) of every ingredient in which two recipes differ. Of flags each is one."""
     for name in dict.fromkeys([*left, *right]):
         mine, theirs = left.get(name, ABSENT), right.get(name, ABSENT)
         where = f"{path}.{name}" if path else name
+        flags = (_flags(mine), _flags(theirs)) if name == "flags" else (None, None)
+        # In another order they may mean something else: then the lists differ, and no flag does.
+        if flags[0] is not None and flags[1] is not None and flags[0] != flags[1]:
+            mine, theirs = flags
         if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
             yield from difference(mine, theirs, where)
         elif mine != theirs:
             yield where, mine, theirs
+
+
+def _flags(flags: object) -> dict[str, str] | None:
+    """Name → value of `name=value` flags; None for what is no list of such, each name once."""
+    if not isinstance(flags, list) or not all(isinstance(flag, str) for flag in flags):
+        return None
+    named = {name: value for name, _, value in (flag.partition("=") for flag in flags)}
+    return named if len(named) == len(flags) else None

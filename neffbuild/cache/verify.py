@@ -41,13 +41,15 @@ _Parsed = TypeVar("_Parsed")
 @dataclass(frozen=True, slots=True)
 class Verified:
     """What was found. `broken` are the entries concerned: key → digest → size of their blobs. `files` are
-    those of every entry that was checked: more than once where documents differ on it."""
+    those of every entry that was checked: more than once where documents differ on it. `unusable` are
+    keys of entries whose files have the right digests and are no good."""
 
     problems: tuple[Problem, ...]
     entries_checked: int
     blobs_checked: int
     broken: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     files: Mapping[str, Sequence[Mapping[str, FileRecord]]] = field(default_factory=dict)
+    unusable: frozenset[str] = frozenset()
 
     @property
     def ok(self) -> bool:
@@ -126,6 +128,10 @@ def repair(store: Store, verified: Verified) -> None:
     """Quarantine what was found damaged. Their keys are misses afterwards."""
     for key, blobs in verified.broken.items():
         quarantine_entry(store, key, blobs)
+    for key in verified.unusable:
+        document = store.read(entry_name(key))
+        if document is not None:
+            store.quarantine(key, {entry_name(key): document.version}, {})
 
 
 class _Check:
