@@ -139,6 +139,12 @@ class TieredStore:
         with ThreadPoolExecutor(_PUBLISHERS, thread_name_prefix="fetch") as pool:
             yield lambda key: pool.submit(self.back_fill, [key], workers=1)
 
+    def count_published(self, store: Store) -> None:
+        """Another machine has published a unit to the tier of `store`, on behalf of this process."""
+        with self._counting:
+            for tier in self.tiers:
+                tier.counts.published += tier.store.url == store.url
+
     def shared(self) -> Store:
         """The first remote that is both read and written: where other machines leave what they build for
         this one. Raises `ConfigError` when there is none."""

@@ -193,7 +193,11 @@ def _compile(
 
         def on_event(event: Event) -> None:
             show(event)
-            if isinstance(event, UnitFinished) and event.result.outcome in stored:
+            if not isinstance(event, UnitFinished):
+                return
+            if shared is not None and event.result.outcome is Outcome.BUILT:
+                tiered.count_published(shared)
+            if event.result.outcome in stored:
                 # Where no thread can be started (a limit of processes), what follows the run does it.
                 with contextlib.suppress(RuntimeError):
                     copy(event.unit.key)

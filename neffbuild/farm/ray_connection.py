@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 from neffbuild.config.errors import ConfigError, MissingExtra
 
 _PROBE_SECONDS = 10.0
+_ADDRESS = re.compile(r"[^\s/]+:[0-9]{1,5}")
 _NODE_VARIABLES = {"RAY_kill_child_processes_on_worker_exit": "false"}
 """A server that outlives its Ray worker ends what runs under it and removes its folder; killed by Ray
 at that moment, it could not."""
@@ -35,15 +37,18 @@ def import_ray() -> Any:
 
 @contextlib.contextmanager
 def connected(ray: Any, address: str) -> Iterator[None]:
-    """Be a driver of the cluster at `address`, `HOST:PORT` or `auto`.
+    """Be a driver of the cluster at `address`, `HOST:PORT` or `auto` (`$RAY_ADDRESS`, else this node's).
 
     Raises `ConfigError` where there is none, or none of this Ray.
     """
-    if "://" in address:
+    told = os.environ.get("RAY_ADDRESS") if address == "auto" else None
+    place = told or address
+    where = f"$RAY_ADDRESS {told!r}" if told else f"farm.address {address!r}"
+    if place != "auto" and not _ADDRESS.fullmatch(place):
         raise ConfigError(
-            f"farm.address {address!r} is not HOST:PORT or auto",
+            f"{where} is not HOST:PORT or auto",
             field="farm.address",
-            value=address,
+            value=place,
             hint="through Ray Client the driver would not be on a node: run `neffbuild compile` on one, "
             "or hand it to `ray job submit`",
         )
@@ -56,18 +61,18 @@ def connected(ray: Any, address: str) -> Iterator[None]:
     os.environ.setdefault("RAY_task_oom_retries", "0")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        _probe(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
+        _probe(place)
         ray.init(
-            address,
+            place,
             log_to_driver=False,
             logging_level="ERROR",
             runtime_env={"env_vars": _NODE_VARIABLES},
         )
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"cannot join the Ray cluster at {address!r}: {' '.join(str(error).split())}",
+            f"cannot join the Ray cluster at {where}: {' '.join(str(error).split())}",
             field="farm.address",
-            value=address,
+            value=place,
             hint="run this on a node of the cluster (`ray status` shows it there), or start one: "
             "ray start --head",
         ) from error

@@ -39,7 +39,7 @@ from neffbuild.farm.ray_causes import (
 )
 from neffbuild.farm.ray_connection import connected, import_ray
 from neffbuild.farm.ray_node import Ended, Order, Watcher, run_unit
-from neffbuild.farm.ray_rules import asked, living_nodes, shortfall, task_options
+from neffbuild.farm.ray_rules import alone_on, asked, living_nodes, shortfall, task_options
 from neffbuild.farm.worker import Busy, Job
 from neffbuild.toolchain.base import Toolchain
 
@@ -121,6 +121,8 @@ class RayExecutor:
             memory=job.reserved or job.memory,
             own=self._farm.resources,
         )
+        if job.alone:
+            resources = alone_on(resources, living_nodes(self._ray.nodes()))
         # The driver's environment, which may hold credentials, is none of a node's business.
         order = Order(replace(job, environment={}), self._toolchain.name, self._store.url)
         try:

@@ -9,6 +9,7 @@ from typing import Any
 DEVICE = "neuron_cores"
 """Ray's own name for the cores of Neuron devices; it finds them by itself on a node that has some."""
 
+_WHOLE = ("memory", "CPU")
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 """Resources that Ray takes as options of their own, by the names its nodes report them under."""
 
@@ -33,6 +34,18 @@ def asked(
     if memory is not None:
         resources["memory"] = float(memory)
     return {**resources, **own}
+
+
+def alone_on(resources: Mapping[str, float], nodes: Sequence[Node]) -> dict[str, float]:
+    """What a unit that needs `resources` asks for so that nothing runs beside it: all cores and memory of
+    the node with most memory that has the rest, even if that is less than it is expected to need (it has
+    failed with less). The same `resources` where no node has the rest."""
+    others = {name: n for name, n in resources.items() if name != "memory"}
+    able = [node for node in nodes if not _lacking(others, node)]
+    if not able:
+        return dict(resources)
+    largest = max(able, key=lambda node: [node.resources.get(name, 0.0) for name in _WHOLE])
+    return {**resources, **{name: largest.resources.get(name, 0.0) for name in _WHOLE}}
 
 
 def task_options(resources: Mapping[str, float]) -> dict[str, Any]:

@@ -82,6 +82,7 @@ def compile_units(
                 timeout=farm.timeout,
                 memory=farm.memory,
                 reserved=waiting.claim.needs.memory,
+                alone=waiting.alone,
             )
 
         executor: Executor

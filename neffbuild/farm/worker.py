@@ -27,6 +27,7 @@ from neffbuild.cache.recipe import graph_recipe, recipe_key
 from neffbuild.cache.store import Store
 from neffbuild.config.errors import LockTimeout, NeffbuildError
 from neffbuild.farm import processes
+from neffbuild.farm.beside import lay_out_beside
 from neffbuild.farm.causes import cause_of_exception
 from neffbuild.farm.outcomes import Cause, Outcome
 from neffbuild.farm.scratch import used_bytes
@@ -41,7 +42,8 @@ class Job:
     worker's whole environment but TMPDIR. `scratch` is a folder of the unit's own, not there yet, and
     `shared` one for all units of the farm; `log` is where the output stays if the unit fails. Times are
     in seconds, `memory` in bytes; None is no limit. `reserved` is the memory, in bytes, that is set aside
-    for the unit where it is placed: its expected peak, where that is known.
+    for the unit where it is placed: its expected peak, where that is known. `alone`: nothing else shall run
+    on its host.
     """
 
     unit: Unit
@@ -56,6 +58,7 @@ class Job:
     timeout: float | None
     memory: int | None
     reserved: int | None = None
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +152,7 @@ def _compile(
 ) -> tuple[Entry, Mapping[str, Path]]:
     channel.send(Compiling())
     started = time.monotonic()
+    lay_out_beside(toolchain, job.unit, job.store, job.shared)
     captured = toolchain.capture(job.unit)
     artifact = toolchain.compile(job.unit, captured, job.scratch, shared=job.shared)
     seconds = time.monotonic() - started

@@ -26,6 +26,7 @@ from neffbuild.farm.outcomes import (
     UnitResult,
     UnitStarted,
 )
+from neffbuild.farm.ray_rules import Node, living_nodes, task_options
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -79,6 +80,7 @@ def test_a_node_lost_in_the_middle_of_a_unit_costs_time_only(command: Command) -
     assert compiling.returncode == 0, err
     *events, report = [json.loads(line) for line in out.splitlines()]
     assert [unit["outcome"] for unit in report["units"]] == ["built"] * UNITS
+    assert report["remotes"][0]["published"] == UNITS
     lost = {event["bucket_name"] for event in events if event["event"] == "unit_deferred"}
     assert lost
     assert all(
@@ -195,6 +197,27 @@ def test_what_ray_ends_for_its_memory_is_not_started_again_by_ray(farm: Farm) ->
     assert len(farm.places()) <= 1
 
 
+def test_a_unit_that_ran_out_of_memory_comes_again_alone(
+    farm: Farm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, float]] = []
+    nodes: list[Node] = []
+
+    def options(resources: dict[str, float]) -> dict[str, object]:
+        asked.append(resources)
+        nodes[:] = living_nodes(ray_executor.import_ray().nodes())
+        return task_options(resources)
+
+    monkeypatch.setattr(ray_executor, "task_options", options)
+    farmtools.order(farm.folder, b2="kill_itself_once")
+    result = farm.run(2, toolchain="device", retries=1)
+    assert [unit.outcome for unit in result.units] == ["built", "built"]
+    (second,) = (node.resources for node in nodes if "neuron_cores" in node.resources)
+    first, _, again = asked
+    assert again["memory"] == second["memory"] > first["memory"]
+    assert (again["CPU"], again["neuron_cores"]) == (second["CPU"], 1)
+
+
 def test_a_driver_that_is_killed_loses_nothing_committed(command: Command) -> None:
     command.order(seconds=1)
     project, farm = command.project, command.farm
@@ -289,3 +312,7 @@ def test_refusals_before_anything_is_started(command: Command) -> None:
     assert ran.status == 2
     assert ran.error["field"] == "farm.address"
     assert "127.0.0.1:9" in ran.error["message"]
+    auto = command.write("placed", address="auto")
+    ran = project.run("compile", auto, "--json", env={"RAY_ADDRESS": "127.0.0.1:9"})
+    assert ran.status == 2
+    assert "$RAY_ADDRESS '127.0.0.1:9'" in ran.error["message"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import farmtools
 import pytest
@@ -14,7 +15,8 @@ from neffbuild.cache.directory import DirectoryStore
 from neffbuild.cache.tiered import Tier, TieredStore
 from neffbuild.config.build import FarmConfig
 from neffbuild.config.errors import ConfigError, MissingExtra
-from neffbuild.farm.ray_rules import Node, asked, living_nodes, shortfall, task_options
+from neffbuild.farm.ray_connection import connected
+from neffbuild.farm.ray_rules import Node, alone_on, asked, living_nodes, shortfall, task_options
 from neffbuild.farm.run import compile_units
 from neffbuild.toolchain.registry import load_toolchain
 
@@ -53,6 +55,44 @@ def test_what_is_short_is_named() -> None:
         "it asks for 12 of CPU and 1 of neuron_cores on one node; of 2 living nodes, none has all of it"
     )
     assert shortfall({"CPU": 1}, []) == "the cluster has no living node"
+
+
+def test_alone_is_all_of_the_largest_node_that_has_the_rest() -> None:
+    nodes = [CPU_NODE, DEVICE_NODE, Node("c", "small", {"CPU": 64.0, "memory": 8.0 * GIB})]
+    assert alone_on({"CPU": 2, "memory": 3 * GIB}, nodes) == {"CPU": 16, "memory": 100 * GIB}
+    device = {"CPU": 1, "memory": 3 * GIB, "neuron_cores": 1}
+    assert alone_on(device, nodes) == {"CPU": 8, "memory": 32 * GIB, "neuron_cores": 1}
+    # More than any has: all there is.
+    assert alone_on({"CPU": 2, "memory": 300 * GIB}, nodes) == {"CPU": 16, "memory": 100 * GIB}
+    # What none can run in any case is for `shortfall` to say.
+    for resources in ({"CPU": 1, "neuron_cores": 16}, {"CPU": 128, "memory": GIB}):
+        assert alone_on(resources, nodes) == resources
+        assert shortfall(alone_on(resources, nodes), nodes)
+
+
+@pytest.mark.parametrize(
+    ("address", "told", "said"),
+    [
+        ("auto", "127.0.0.1:9", "cannot join the Ray cluster at $RAY_ADDRESS '127.0.0.1:9': "),
+        (
+            "127.0.0.1:9",
+            "10.0.0.1:1",
+            "cannot join the Ray cluster at farm.address '127.0.0.1:9': ",
+        ),
+        ("auto", "ray://head:10001", "$RAY_ADDRESS 'ray://head:10001' is not HOST:PORT or auto"),
+        ("local", None, "farm.address 'local' is not HOST:PORT or auto"),
+    ],
+)
+def test_where_there_is_no_cluster_its_address_is_said(
+    monkeypatch: pytest.MonkeyPatch, address: str, told: str | None, said: str
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if told is not None:
+        monkeypatch.setenv("RAY_ADDRESS", told)
+    ray = SimpleNamespace(_private=SimpleNamespace(worker=SimpleNamespace()))
+    with pytest.raises(ConfigError) as raised, connected(ray, address):
+        pass
+    assert said in raised.value.message
 
 
 AMOUNTS = st.dictionaries(st.sampled_from(["CPU", "memory", "neuron_cores"]), st.integers(0, 3))
