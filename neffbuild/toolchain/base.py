@@ -7,7 +7,7 @@ a scratch folder to write to and files to load from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -79,6 +79,10 @@ class Unit:
     def bucket_name(self) -> str:
         return unit_name(self.shape, self.recipe.get("rank_scope", ALL_RANKS))
 
+
+BESIDE = "beside"
+"""The folder below a farm's shared one with the files of stored units (`Toolchain.beside`), a folder for
+each by its key."""
 
 ENGINE_FILES = "engine"
 """The folder of an artifact whose files are no part of the program: below `engine/<engine>/` lies what
@@ -203,6 +207,12 @@ class Toolchain(Protocol):
     @property
     def preload(self) -> tuple[str, ...]:
         """Modules worth importing once in the server that workers are forked from."""
+        ...
+
+    def beside(self, unit: Unit) -> Sequence[str]:
+        """Keys of other units whose artifacts save work when this one is compiled. Of those that the store
+        has, the files are below `BESIDE` in the folder `shared` that `compile` is given. A toolchain
+        without it is given none."""
         ...
 
     def capture(self, unit: Unit) -> Captured:

@@ -4,6 +4,8 @@ it leaves, and of what it does not."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,7 @@ def test_what_a_start_is_told(project: EngineProject) -> None:
     assert Path(options["model"]).parent == Path(scratch)
     assert environment == {
         "HF_HUB_OFFLINE": "1",
+        "NEURON_LIBTORCH_CACHE_ROOT": f"{scratch}/vllm",
         "NEURON_LIBTORCH_COMPILATION_TIMEOUT": "604800",
         "NEURON_LIBTORCH_PARALLEL_COMPILE_WORKERS": "1",
         "NEURON_PLATFORM_TARGET_OVERRIDE": "trn2",
@@ -228,3 +231,48 @@ def test_ranks_whose_keys_differ_get_an_entry_each(project: EngineProject) -> No
     assert set(outcomes(ran).values()) == {"built"}, ran.out
     keys = [len(entry["statistics"]["engine_keys"]) for entry in project.entries().values()]
     assert sorted(keys) == [1, 2]
+
+
+def test_a_later_run_compiles_what_it_lacks_and_nothing_else(project: EngineProject) -> None:
+    project.order(fails=[graph_name(2, 1024)])
+    config = project.configure()
+    ran = project.run("compile", config, "--json", "--only", "decode_b2_*")
+    assert outcomes(ran) == {"decode_b2_ctx1024": "failed", "decode_b2_ctx4096": "built"}
+    before = project.compiles()
+    project.order()
+    ran = project.run("compile", config, "--json", "--only", "decode_b2_*")
+    assert outcomes(ran)["decode_b2_ctx1024"] == "built", ran.out
+    assert project.compiles() == before + 1
+
+
+def test_a_whole_start_of_the_engine_finds_everything(project: EngineProject) -> None:
+    config = project.configure()
+    assert project.run("compile", config).status == 0
+    remote, root = str(project.root / "remote"), project.root / "engine"
+    assert project.run("push", config, "--to", remote, "--tag", "m:1").status == 0
+    into = ["--layout", "vllm-neuron", "--into", str(root / "neuron" / "compile_cache")]
+    ran = project.run("pull", remote, "--tag", "m:1", "--cache", str(project.root / "c2"), *into)
+    assert ran.status == 0, ran.err
+    compiled = project.compiles()
+    options = {
+        **project.starts()[0]["options"],
+        "model": str(project.root / "model"),
+        "max_num_seqs": ROWS[-1],
+        "additional_config": {
+            "neuron_config": {
+                "num_seqs_buckets": ROWS,
+                "decode_context_length_buckets": [1024],
+            }
+        },
+    }
+    told = project.starts()[0]["environment"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", f"from vllm import LLM; LLM(**{options!r})"],
+        env={**project.environment, **told, "VLLM_CACHE_ROOT": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Local cache hit for key") == len(UNITS)
+    assert project.compiles() == compiled

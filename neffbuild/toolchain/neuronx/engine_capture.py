@@ -21,9 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from neffbuild.cache.canonical import digest_document, digest_file
+from neffbuild.cache.layouts.layout import entry_file
+from neffbuild.cache.layouts.vllm_neuron import NAME
 from neffbuild.cache.lock import host_lock
+from neffbuild.cache.recipe import recipe_key, unit_recipe
 from neffbuild.config.errors import LockTimeout, NeffbuildError, ToolchainRefusal
-from neffbuild.toolchain.base import Artifact, Capabilities, Unit
+from neffbuild.toolchain.base import BESIDE, Artifact, Capabilities, Unit
 from neffbuild.toolchain.neuronx.engine_cache import (
     Entry,
     artifact_files,
@@ -99,8 +102,21 @@ def make_start(unit: Unit, capabilities: Capabilities) -> Start:
     return Start(unit, known, device, row)
 
 
-def build(start: Start, scratch: Path, shared: Path | None) -> Artifact:
-    """Compile a unit below `scratch`; `shared` is the folder of the farm.
+def row_keys(unit: Unit, capabilities: Capabilities) -> list[str]:
+    """The keys of the other units of a unit's family and row."""
+    row = RowUnits.of(
+        unit.config, capabilities, row_of(unit.shape), int(unit.recipe["num_kv_blocks"])
+    )
+    return [
+        recipe_key(unit_recipe(unit.recipe, shape))
+        for shape, _ in row.units
+        if shape != unit.shape and shape.family is unit.shape.family
+    ]
+
+
+def build(start: Start, scratch: Path, shared: Path | None, beside: Sequence[str]) -> Artifact:
+    """Compile a unit below `scratch`; `shared` is the folder of the farm, in which stored units of the keys
+    in `beside` may lie.
 
     Raises `LockTimeout` while another unit's start compiles the row, unless this one has made way once
     already; `CompilerFailure` for what the engine and its compiler report, `NeffbuildError` where what
@@ -112,6 +128,8 @@ def build(start: Start, scratch: Path, shared: Path | None) -> Artifact:
     root.mkdir(parents=True)
     with _row_alone(start, pool):
         copy_finished(pool / "finished", root)
+        for stored in (shared / BESIDE / key for key in beside) if shared else ():
+            copy_finished(stored / entry_file(NAME, ""), root)
         own = [entry for entry in _own(start, root) if entry.fault is None]
         if not own:
             own = _started(start, scratch, root, pool)

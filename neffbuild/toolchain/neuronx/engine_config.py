@@ -176,6 +176,8 @@ def engine_environment(
         TARGET_OVERRIDE: chip,
         BACKEND: _XLA_BACKEND,
         "VLLM_CACHE_ROOT": cache_root,
+        # For processes in which the plugin does not set it.
+        "NEURON_LIBTORCH_CACHE_ROOT": cache_root,
         "VLLM_NEURON_DISABLE_PARALLEL_TRACE": "1",
         f"VLLM_NEURON_SKIP_{skipped}_WARMUP": "1",
         # The graphs of encoders are no units.

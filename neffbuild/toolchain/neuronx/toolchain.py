@@ -6,7 +6,7 @@ Importing this imports no torch; capturing the reference decoder does.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -65,8 +65,7 @@ class NeuronxToolchain:
         device_for=lambda config, _: device_need(config, route_of(config.toolchain, os.environ)),
     )
     file_checks: Mapping[str, FileCheck] = MappingProxyType({".neff": neff_fault})
-    # torch is of use to the reference decoder alone, and heavy for who compiles captured graphs.
-    preload: tuple[str, ...] = ()
+    preload: tuple[str, ...] = ("neffbuild.toolchain.neuronx.preload",)
 
     def identity(self, config: BuildConfig) -> ToolchainIdentity:
         return neuronx_identity(config)
@@ -85,6 +84,13 @@ class NeuronxToolchain:
 
     def prior(self, config: BuildConfig, shape: Shape) -> Expectation:
         return neuronx_prior(config, shape)
+
+    def beside(self, unit: Unit) -> Sequence[str]:
+        if not starts_engine(unit.config, _route(unit)):
+            return ()
+        from neffbuild.toolchain.neuronx.engine_capture import row_keys
+
+        return row_keys(unit, self.capabilities)
 
     def capture(self, unit: Unit) -> Captured:
         # Not `refusal`: what the plan was made with is not all in a worker's environment.
@@ -122,7 +128,8 @@ class NeuronxToolchain:
         if starts:
             from neffbuild.toolchain.neuronx.engine_capture import build, make_start
 
-            return build(make_start(unit, self.capabilities), scratch, shared)
+            start = make_start(unit, self.capabilities)
+            return build(start, scratch, shared, self.beside(unit))
         from neffbuild.toolchain.neuronx.compile import compile_module
 
         command = compile_command(route, recipe, stated_flags(unit.config, os.environ))
