@@ -51,7 +51,7 @@ def command(
     named on stderr, and the exit status is 1. Fill it first: `neffbuild pull URL --tag T --layout vllm-neuron
     --into DIR/neuron/compile_cache`.
     """
-    from neffbuild.cache.layouts.engine_root import BELOW, vllm_cache_root
+    from neffbuild.cache.layouts.engine_root import BELOW, vllm_neuron_cache_root
     from neffbuild.cache.layouts.serving_environment import (
         NATIVE,
         serving_environment,
@@ -63,7 +63,7 @@ def command(
     route = config.toolchain.route or NATIVE
     version = plugin_version or settled_version(route, config.toolchain.versions)
     cache_root = _printable(
-        (vllm_cache_root(os.environ) if root is None else _cache_root(root)).absolute()
+        (vllm_neuron_cache_root(os.environ) if root is None else _cache_root(root)).absolute()
     )
     settings = serving_environment(
         route=route, version=version, root=cache_root, flags=config.toolchain.flags

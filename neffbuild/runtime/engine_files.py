@@ -2,6 +2,7 @@
 
 An entry may hold files below `engine/<engine>/`: what else the engine would work out at its start, such
 as vLLM's `modelinfos/`. Engines validate them themselves; a file that is there already is left alone.
+What vLLM Neuron keeps in its compile cache is written as `neffbuild.cache.layouts` does it: whole entries.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from pathlib import Path
 
 from neffbuild.cache.directory import DirectoryStore
 from neffbuild.cache.entry import FileRecord
+from neffbuild.cache.layouts.engine_root import compile_cache
+from neffbuild.cache.layouts.exporting import Outcome, places_of
+from neffbuild.cache.layouts.handing_out import hand_out
+from neffbuild.cache.layouts.vllm_neuron import VllmNeuron
 from neffbuild.cache.manifest import Manifest
 from neffbuild.config.errors import NeffbuildError
 from neffbuild.toolchain.base import ENGINE_FILES
@@ -45,6 +50,28 @@ def lay_out_engine_files(
             continue
         copied += 1
     return copied
+
+
+def lay_out_compile_cache(
+    store: DirectoryStore, manifest: Manifest, environment: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Write what a manifest has for vLLM Neuron's compile cache to where that engine looks; what is no hit
+    there afterwards, with the reason.
+
+    Unlike the files above, the engine does not do without. Raises as
+    `neffbuild.cache.layouts.exporting.export` does.
+    """
+    layout = VllmNeuron()
+    if not places_of(layout, manifest.entries):
+        return ()
+    handed = hand_out(layout, store, manifest.entries, compile_cache(environment))
+    for warning in handed.warnings:
+        _log.warning("%s", warning)
+    return tuple(
+        f"{one.place} ({one.outcome.value}: {one.reason})"
+        for one in handed.layout.placed
+        if one.outcome in (Outcome.LOCKED, Outcome.REFUSED)
+    )
 
 
 def vllm_cache_root(environment: Mapping[str, str]) -> Path:

@@ -33,7 +33,11 @@ from neffbuild.cache.transfer import pull
 from neffbuild.cache.trust import trust_of
 from neffbuild.config.build import CacheConfig, cache_directory
 from neffbuild.config.errors import NeffbuildError
-from neffbuild.runtime.engine_files import lay_out_engine_files, vllm_cache_root
+from neffbuild.runtime.engine_files import (
+    lay_out_compile_cache,
+    lay_out_engine_files,
+    vllm_cache_root,
+)
 from neffbuild.runtime.hydration import Hydration, HydrationSettings
 from neffbuild.toolchain.hosts import toolchain_fit
 
@@ -44,11 +48,13 @@ _SERVED_BY_VLLM = 1000
 
 @dataclass(frozen=True, slots=True)
 class Hydrated:
-    """A manifest that is whole in the local cache as far as it goes."""
+    """A manifest that is whole in the local cache as far as it goes. `lacking` is what an engine does not
+    find in its own compile cache all the same, with the reason."""
 
     manifest: Manifest
     hydration: Hydration
     statement: TagStatement | None = None
+    lacking: tuple[str, ...] = ()
 
 
 def hydrate(settings: HydrationSettings, environment: Mapping[str, str]) -> Hydrated:
@@ -79,6 +85,7 @@ def hydrate(settings: HydrationSettings, environment: Mapping[str, str]) -> Hydr
             blobs, size = pulled.blobs_copied, pulled.bytes_copied
             note_hydration(local, asked, pulled.digest)
     lay_out_engine_files(local, manifest, {"vllm": vllm_cache_root(environment)})
+    lacking = lay_out_compile_cache(local, manifest, environment)
     hydration = Hydration(
         reference=str(environment.get("NEFFBUILD_MANIFEST", reference)),
         host=socket.gethostname(),
@@ -90,11 +97,11 @@ def hydrate(settings: HydrationSettings, environment: Mapping[str, str]) -> Hydr
         misses=len(manifest.missing),
         shared=shared,
     )
-    if settings.ready_file is not None:
+    if settings.ready_file is not None and not lacking:
         ready.announce(
             settings.ready_file, ready_document(remote.url, hydration, manifest, statement)
         )
-    return Hydrated(manifest, hydration, statement)
+    return Hydrated(manifest, hydration, statement, lacking)
 
 
 def ready_document(
@@ -156,7 +163,7 @@ def main() -> int:
             }
         }
     else:
-        missing = [unit.bucket_name for unit in done.manifest.missing]
+        missing = [*(unit.bucket_name for unit in done.manifest.missing), *done.lacking]
         answer = {"hydration": json.loads(done.hydration.to_json()), "missing": missing}
     sys.stdout.write(json.dumps(answer) + "\n")
     return 0

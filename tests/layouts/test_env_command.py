@@ -13,7 +13,7 @@ import pytest
 from cli_samples import Project
 from foreign_trees import key_of
 
-from neffbuild.cache.layouts.engine_root import vllm_cache_root
+from neffbuild.cache.layouts.engine_root import vllm_neuron_cache_root
 
 
 def env(project: Project, *words: str, **toolchain: Any) -> dict[str, Any]:
@@ -191,4 +191,4 @@ def test_where_the_engine_keeps_its_cache() -> None:
         ({"HOME": "/home/u", "USER": "u"}, lambda _: "nfs4", "/tmp/vllm_neuron_wdir_u"),
         ({"HOME": "/home/u", "USER": "u"}, lambda _: "lustre", "/tmp/vllm_neuron_wdir_u"),
     ):
-        assert str(vllm_cache_root(environment, file_system)) == root
+        assert str(vllm_neuron_cache_root(environment, file_system)) == root

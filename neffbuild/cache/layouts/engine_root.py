@@ -13,7 +13,7 @@ BELOW = Path("neuron/compile_cache")
 _REMOTE = frozenset({"nfs", "nfs4", "lustre"})
 
 
-def vllm_cache_root(
+def vllm_neuron_cache_root(
     environment: Mapping[str, str],
     file_system: Callable[[Path], str | None] = files.file_system,
 ) -> Path:
@@ -31,4 +31,4 @@ def vllm_cache_root(
 
 def compile_cache(environment: Mapping[str, str]) -> Path:
     """The folder of the entries."""
-    return vllm_cache_root(environment) / BELOW
+    return vllm_neuron_cache_root(environment) / BELOW
