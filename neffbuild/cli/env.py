@@ -45,7 +45,7 @@ def command(
     """The variables with which vLLM Neuron serves CONFIG strictly, as lines for a shell.
 
     \b
-    eval "$(neffbuild env my.yaml --root /opt/vllm-cache)"
+    neffbuild env my.yaml --root /opt/vllm-cache > serve.env && . ./serve.env
 
     With --root, the cache there is compared with what the local cache has for CONFIG: what is missing is
     named on stderr, and the exit status is 1. Fill it first: `neffbuild pull URL --tag T --layout vllm-neuron
