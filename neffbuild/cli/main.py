@@ -112,7 +112,9 @@ def main() -> NoReturn:
     except (KeyboardInterrupt, click.exceptions.Abort):
         status = output.INTERRUPTED
     except Exception as error:
-        if not _is_of_printing(error):
+        if (limit := _limit(error)) is not None:
+            status = _fail(limit, json_wanted)
+        elif not _is_of_printing(error):
             status = _fail(_internal_error(error), json_wanted, status=output.INTERNAL)
         elif isinstance(error, BrokenPipeError):
             output.discard()
@@ -167,6 +169,16 @@ def _parameter(error: click.ClickException) -> str | None:
     if option is None and (parameter := getattr(error, "param", None)) is not None:
         option = parameter.opts[0]
     return option
+
+
+def _limit(error: Exception) -> NeffbuildError | None:
+    """What to say where the host lets no further thread or process be started."""
+    if not isinstance(error, RuntimeError | BlockingIOError):
+        return None
+    from neffbuild.farm.causes import cause_of_refused_start
+
+    cause = cause_of_refused_start(error)
+    return NeffbuildError(cause.text, hint=cause.advice) if cause else None
 
 
 def _internal_error(error: Exception) -> NeffbuildError:

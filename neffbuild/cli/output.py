@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any, Self, TextIO
 
@@ -48,8 +49,15 @@ def _write(text: str) -> None:
 
 
 def is_watched() -> bool:
-    """Whether a person looks at stderr as it is written: no animation otherwise, nor where `CI` is set."""
-    return sys.stderr is not None and sys.stderr.isatty() and not os.environ.get("CI")
+    """Whether a person looks at stderr as it is written: no animation otherwise, nor where `CI` is set,
+    nor where there is no thread to draw it."""
+    if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("CI"):
+        return False
+    try:
+        threading.Thread(target=int).start()
+    except RuntimeError:
+        return False
+    return True
 
 
 def discard() -> None:

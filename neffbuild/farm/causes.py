@@ -33,8 +33,8 @@ def cause_of_exception(error: BaseException) -> Cause:
                 _described(link),
                 "make room, or set TMPDIR to a larger disk",
             )
-        if _is_refused_start(link):
-            return _at_limit("processes", "u", resource.RLIMIT_NPROC)
+        if (no_start := cause_of_refused_start(link)) is not None:
+            return no_start
         if isinstance(link, subprocess.CalledProcessError):
             return _cause_of_status(link.returncode, _program(link.cmd))
         if isinstance(link, SystemExit) and link.code:
@@ -66,6 +66,15 @@ def cause_of_no_start(error: OSError) -> Cause:
     if error.errno == errno.ENOMEM:
         return _out_of_memory("no process could be started: there is no memory for it")
     return cause_of_exception(error)
+
+
+def cause_of_refused_start(error: BaseException) -> Cause | None:
+    """Why no process or thread could be started, if that is what this error is about."""
+    # Of what else would block, Python names the file.
+    is_fork = isinstance(error, BlockingIOError) and error.filename is None
+    if is_fork or (isinstance(error, RuntimeError) and str(error) == "can't start new thread"):
+        return _at_limit("processes", "u", resource.RLIMIT_NPROC)
+    return None
 
 
 def timed_out(seconds: float) -> Cause:
@@ -114,13 +123,6 @@ def _at_limit(what: str, letter: str, limit: int) -> Cause:
         f"no process could be started: the limit of {what} is reached (`ulimit -{letter}` is {said})",
         f"raise `ulimit -{letter}` (in a container, its own limit too), or use fewer workers (`--workers`)",
     )
-
-
-def _is_refused_start(error: BaseException) -> bool:
-    # Of what else would block, Python names the file.
-    if isinstance(error, BlockingIOError):
-        return error.errno == errno.EAGAIN and error.filename is None
-    return isinstance(error, RuntimeError) and str(error) == "can't start new thread"
 
 
 def _out_of_memory(text: str) -> Cause:

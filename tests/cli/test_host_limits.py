@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 from collections.abc import Sequence
 
 import psutil
@@ -68,3 +69,27 @@ def test_where_no_unit_has_a_process_all_fail_of_it(project: Project) -> None:
     assert {unit["cause_kind"] for unit in ran.document["units"]} == {"lost_worker"}
     assert all("raise `ulimit -u`" in unit["cause"] for unit in ran.document["units"])
     assert not left_behind(project)
+
+
+def test_without_a_thread_to_draw_it_a_terminal_gets_plain_lines(project: Project) -> None:
+    terminal, side = pty.openpty()
+    words = ["compile", project.write(), "--json"]
+    prefix = limited(project, "--nproc=1")
+    ran = project.run(*words, prefix=prefix, stderr=side, env={"TERM": "xterm"})
+    os.close(side)
+    assert ran.status == 1
+    assert "the limit of processes is reached (`ulimit -u` is 1)" in ran.error["message"]
+    assert os.read(terminal, 1 << 16).startswith(b"6 units, ")
+    os.close(terminal)
+
+
+def test_a_limit_that_stops_the_command_itself_is_named(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*arguments: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr("neffbuild.cli.options.only_config", refused)
+    ran = project.call("compile", project.write(), "--json")
+    assert ran.status == 1
+    assert "the limit of processes is reached" in ran.error["message"]
