@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,7 +108,12 @@ def command(
     else:
         if shard is not None:
             output.write(f"shard {shard}: {len(part.names)} of {counted(part.of_units, 'unit')}")
-        again = f"neffbuild compile {shard_words(shard)}{options.config_words(words, cache)}"
+        same = [
+            f"{name} {shlex.quote(text)} "
+            for name, text in (("--remote", remote), ("--only", only))
+            if text
+        ]
+        again = f"neffbuild compile {shard_words(shard)}{''.join(same)}{options.config_words(words, cache)}"
         none = "no failure of these units is recorded" if retry_failed else "no unit is chosen"
         _print(rows, run, tiered, failed, len(chosen.put_off), again, none)
     if run is not None and run.interrupted:

@@ -97,6 +97,14 @@ def test_fields_of_another_executor_are_remarked_on(project: Project) -> None:
     assert said in ran.err.splitlines()
 
 
+def test_what_to_type_again_is_for_the_same_units_and_the_same_store(project: Project) -> None:
+    config = project.write(control=cli_samples.order(project.root, b2_ctx1024="exit_70"))
+    words = ["--remote", "my store", "--only", "*_b2_*"]
+    ran = project.run("compile", *words, config)
+    assert ran.status == 1
+    assert f"try again: neffbuild compile --remote 'my store' --only '*_b2_*' {config}" in ran.out
+
+
 def test_options_win_over_the_farm_section(project: Project) -> None:
     control = cli_samples.order(project.root, b2_ctx1024="hang")
     config = project.write(control=control, sections={"farm": {"timeout": 600.0, "workers": 6}})
