@@ -136,6 +136,7 @@ def test_the_level_of_the_environment(text: str) -> None:
         (["--framework=TORCH"], "--framework takes XLA, not 'TORCH'"),
         (["--output=x.neff"], "--output cannot be set"),
         (["--logfile", "x"], "--logfile cannot be set"),
+        (["-o", "x.neff"], "--output cannot be set"),
         (["--auto-cast 'none"], "its quotes do not match"),
     ],
 )

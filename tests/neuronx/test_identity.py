@@ -87,6 +87,8 @@ def test_other_groupings_of_cores_are_named_on_both_routes() -> None:
     assert " --lnc 1 " in command(NATIVE, one)
     assert " --logical-nc-config=1" in command(XLA, one)
     assert "nc-config" not in command(XLA, {"NEURON_LOGICAL_NC_CONFIG": "2"})
+    # What the compiler takes there by itself is not published.
+    assert " --logical-nc-config=2" in command(XLA | {"target": "trn3"})
     assert identity(NATIVE, one).target == identity(NATIVE | {"flags": ["-lnc", "1"]}).target
     assert identity(NATIVE, one).target == "trn2+lnc1"
     assert identity(NATIVE).target == "trn2"

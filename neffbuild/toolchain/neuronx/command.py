@@ -101,7 +101,7 @@ def compile_command(route: Route, recipe: Mapping[str, Any], stated: Sequence[Fl
         f"-O{level}",
         *(f"{name}={value_of(flags, name)}" for name in (_TENSORIZER, _BACKEND)),
         # vLLM Neuron leaves it to the compiler's default.
-        *([] if Target(chip, int(lnc)).is_default else [f"--logical-nc-config={lnc}"]),
+        *([] if Target(chip, int(lnc)).is_compilers_default else [f"--logical-nc-config={lnc}"]),
         *_others(flags, placed),
     ]
 

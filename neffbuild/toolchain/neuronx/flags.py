@@ -27,7 +27,7 @@ SCRATCHPAD = "--hbm-scratchpad-page-size"
 TARGET = "--target"
 VERBOSE = "--verbose"
 
-_ALIASES = {"-O": OPTLEVEL, "-lnc": LNC, "--logical-nc-config": LNC}
+_ALIASES = {"-O": OPTLEVEL, "-lnc": LNC, "--logical-nc-config": LNC, "-o": "--output"}
 _VALUED = frozenset(
     {
         LNC,

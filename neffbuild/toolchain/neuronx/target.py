@@ -39,8 +39,13 @@ class Target:
 
     @property
     def is_default(self) -> bool:
-        """Whether cores are grouped as neuronx-cc does where nobody says how."""
+        """Whether cores are grouped as they are where nobody says how."""
         return self.lnc == TARGETS[self.chip][0]
+
+    @property
+    def is_compilers_default(self) -> bool:
+        """Whether neuronx-cc is known to take this grouping where none is given."""
+        return self.is_default and self.chip != "trn3"
 
     @property
     def name(self) -> str:

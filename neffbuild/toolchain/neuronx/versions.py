@@ -14,7 +14,7 @@ from neffbuild.config.errors import ConfigError
 from neffbuild.toolchain.neuronx.routes import COMPILER, Route
 
 _SECONDS = 60
-_SAID = re.compile(r"version\s+v?(\d+(?:\.\d+)+)")
+_SAID = re.compile(r"Compiler version\s+(\d+(?:\.\d+)+)")
 
 
 def planned_versions(toolchain: ToolchainConfig, route: Route) -> dict[str, str]:
@@ -80,6 +80,7 @@ def _ask(path: str) -> str | None:
         )
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
+    # Releases differ in where they say it.
     said = _SAID.search(done.stdout) or _SAID.search(done.stderr)
     return said[1] if said else None
 
