@@ -16,7 +16,7 @@ ALONE := unshare --net $(if $(filter 0,$(shell id -u)),,--map-root-user)
 TORCH := torch==2.13.0
 PIP_FLAGS := --quiet --disable-pip-version-check
 
-.PHONY: demo demo-eagle3 test test-slow test-vllm test-ray test-stablehlo bench-vllm lint bench clean
+.PHONY: demo demo-eagle3 test test-slow test-vllm test-ray test-stablehlo test-neuron bench-vllm lint bench clean
 
 demo: $(VENV)/.runtime
 	PATH="$(abspath $(BIN)):$$PATH" scripts/demo.sh
@@ -40,6 +40,10 @@ test-ray: $(VENV)-ray/.installed
 
 test-stablehlo: $(VENV)-neuron/.installed
 	$(NEURON_BIN)/python -m pytest tests/stablehlo
+
+# In the environment of a Neuron SDK, with neffbuild[neuron] and the test tools in it (docs/neuron.md).
+test-neuron:
+	$(PYTHON) -m pytest tests/neuron_hardware -rs
 
 bench-vllm: $(VENV)-vllm/.installed
 	$(VLLM_BIN)/python benchmarks/bench_vllm_start.py
@@ -85,5 +89,5 @@ $(VENV)-ray/.installed: pyproject.toml
 $(VENV)-neuron/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-neuron
 	$(NEURON_BIN)/pip install $(PIP_FLAGS) '$(TORCH)' -e '.[neuron]' \
-		'hypothesis>=6.100' 'jaxlib>=0.10,<0.11' 'pytest>=8.2' 'pytest-xdist>=3.6'
+		'hypothesis>=6.100' 'jaxlib>=0.10,<0.11' 'jsonschema>=4.22' 'pytest>=8.2' 'pytest-xdist>=3.6'
 	touch $@
