@@ -43,16 +43,17 @@ def new_trimmed(num_seqs: int, columns: int) -> TrimmedBlockTable:
 def head_trim(full: Tensor, trimmed: TrimmedBlockTable) -> None:
     """Fill `trimmed` with the first columns of the live rows' tables.
 
-    `full` `[rows, columns]` integer, at most as many rows and at least as many columns; rows beyond it
-    become null blocks. Positions stay absolute, so offsets are 0. Raises `ConfigError` for a table that
-    is too narrow or has too many rows.
+    `full` `[rows, columns]` integer, in host memory, at most as many rows and at least as many columns;
+    rows beyond it become null blocks. Positions stay absolute, so offsets are 0. Raises `ConfigError` for
+    a table that is too narrow or has too many rows.
     """
-    table, offset = trimmed
-    _check_fits(full, trimmed, table.shape[1])
+    _check_fits(full, trimmed, trimmed.block_table.shape[1])
+    # Not by torch: it splits a table of this size between threads, and waits for them on a busy host.
+    table, offset = (tensor.numpy() for tensor in trimmed)
     rows, columns = full.shape[0], table.shape[1]
-    table[:rows].copy_(full[:, :columns])
-    table[rows:].fill_(NULL_BLOCK)
-    offset.zero_()
+    table[:rows] = full.numpy()[:, :columns]
+    table[rows:] = NULL_BLOCK
+    offset[:] = 0
 
 
 def tail_trim(
