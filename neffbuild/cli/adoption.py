@@ -60,7 +60,7 @@ def take_over(
     from neffbuild.config.build import cache_directory
     from neffbuild.config.load import load_config
     from neffbuild.toolchain.planning import plan_config
-    from neffbuild.toolchain.registry import load_toolchain
+    from neffbuild.toolchain.registry import file_checks, load_toolchain
 
     if settings.signature_required:
         raise IntegrityError(
@@ -75,7 +75,7 @@ def take_over(
         config = load_config(config_file)
         plan = plan_config(config, load_toolchain(config.toolchain.name), store)
     with progress_line("import") as progress:
-        adopted = adopt(layout, Tree(root), store, progress=progress)
+        adopted = adopt(layout, Tree(root), store, checks=file_checks(), progress=progress)
         traced = None if traces is None else adopt(TRACES, Tree(traces), store, progress=progress)
     manifest = None
     if plan is not None:

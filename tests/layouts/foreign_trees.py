@@ -6,10 +6,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import struct
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "neuronx"))
+
+from neffs import make_neff
 
 NKI_ROOT = "/var/tmp/nki-intermediate-cache"
 SOURCE_PATH = "/home/builder/vllm-root/neuron/compile_cache"
@@ -21,13 +25,9 @@ def key_of(number: int) -> str:
     return hashlib.md5(b"graph %d" % number).hexdigest()
 
 
-def neff(number: int = 0, *, build: str = "2.27.5334.0+abcd", size: int = 3000) -> bytes:
-    """A container: 1024 bytes of header, then the payload."""
-    payload = hashlib.sha256(b"payload %d" % number).digest() * (size // 32)
-    header = bytearray(1024)
-    struct.pack_into("<QQQQQ", header, 0, 2, 1024, len(payload), 2, 0)
-    header[0x28 : 0x28 + len(build)] = build.encode()
-    return bytes(header) + payload
+def neff(number: int = 0, *, build: str = "2.27.5334.0+abcd") -> bytes:
+    """A container with a payload of its own."""
+    return make_neff({"info.json": b"{}", "sg00/pe.bin": b"%d" % number * 500}, build_version=build)
 
 
 def varint(number: int) -> bytes:

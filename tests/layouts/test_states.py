@@ -13,6 +13,7 @@ from pathlib import Path
 
 import foreign_trees as foreign
 import pytest
+from cli_samples import Project
 from foreign_trees import key_of, neff
 from layout_samples import adopted, only
 
@@ -281,3 +282,19 @@ def test_a_locks_folder_may_be_named(tmp_path: Path, held: Callable[[Path], int]
     [place] = layout.places(tree)
     assert str(pid) in (layout.examine(tree, place).reason or "")
     assert layout_named("torch-neuronx").examine(tree, place).state is State.COMPLETE
+
+
+def test_a_neff_whose_payload_is_damaged_is_left_though_its_engine_would_load_it(
+    project: Project, tree: Path
+) -> None:
+    damaged = WHOLE[:-40] + bytes(40)
+    foreign.vllm_entry(tree, 0, neff=damaged)
+    foreign.vllm_entry(tree, 1)
+    assert foreign.vllm_hit(tree, key_of(0))
+    ran = project.call("import", str(tree), "--layout", "vllm-neuron", "--json")
+    assert ran.status == 0, ran
+    places = {one["place"]: one for one in ran.document["layout"]["places"]}
+    assert places[key_of(0)]["state"] == "incomplete"
+    assert f"graph_{key_of(0)}.neff: " in places[key_of(0)]["reason"]
+    assert places[key_of(1)]["state"] == "complete"
+    assert len(list(project.cache.glob("v1/entries/*/*"))) == 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from neffbuild.cache.canonical import digest_document
 from neffbuild.cache.catalog import Hit, entry_name, read_entry
@@ -18,6 +19,7 @@ from neffbuild.cache.entry import Entry, FileRecord
 from neffbuild.cache.layouts.layout import Found, Layout, State, entry_file
 from neffbuild.cache.layouts.tree import Tree, TreeFile, Unsafe
 from neffbuild.cache.lease import leased
+from neffbuild.cache.problem import FileCheck
 from neffbuild.config.errors import IntegrityError, StoreError
 
 
@@ -41,25 +43,37 @@ class Adopted:
 
 
 def adopt(
-    layout: Layout, tree: Tree, store: DirectoryStore, *, progress: Progress | None = None
+    layout: Layout,
+    tree: Tree,
+    store: DirectoryStore,
+    *,
+    checks: Mapping[str, FileCheck] = MappingProxyType({}),
+    progress: Progress | None = None,
 ) -> Adopted:
     """Bring every complete place of a tree into `store`, each file read once more and checked as it is
     copied. A whole entry that is there already stays. A repeated call goes on where one broke off.
 
-    Raises `ConfigError` where there is no tree, `StoreError` where either side cannot be used.
+    `checks` (ending of a file's name → check) look at what was copied before it counts. Raises
+    `ConfigError` where there is no tree, `StoreError` where either side cannot be used.
     """
-    return _Adopting(layout, tree, store, progress).run()
+    return _Adopting(layout, tree, store, checks, progress).run()
 
 
 class _Adopting:
     """One adoption under way."""
 
     def __init__(
-        self, layout: Layout, tree: Tree, store: DirectoryStore, progress: Progress | None
+        self,
+        layout: Layout,
+        tree: Tree,
+        store: DirectoryStore,
+        checks: Mapping[str, FileCheck],
+        progress: Progress | None,
     ) -> None:
         self._layout = layout
         self._tree = tree
         self._store = store
+        self._checks = checks
         self._progress = progress
         self._blobs: set[str] = set()
         self._copied = 0
@@ -76,7 +90,7 @@ class _Adopting:
                 try:
                     entry, is_new = self._take(one)
                 except (Unsafe, IntegrityError, OSError) as error:
-                    reason = f"could not be read whole: {error}"
+                    reason = str(error)
                     judged = replace(one, state=State.INCOMPLETE, reason=reason, recipe=None)
                 else:
                     entries[entry.key] = entry
@@ -113,8 +127,15 @@ class _Adopting:
         with leased(self._store, documents=[entry_name(key)], blobs=entry.blobs):
             for name, (tree, file) in sources.items():
                 self._copy(records[name], tree, file)
+            for name, record in records.items():
+                self._check(name, record)
             write_entries(self._store, {key: entry})
         return entry, True
+
+    def _check(self, name: str, record: FileRecord) -> None:
+        for ending, check in self._checks.items():
+            if name.endswith(ending) and (fault := check(self._store.blob_path(record.digest))):
+                raise Unsafe(f"{name.rpartition('/')[2]}: {fault}")
 
     def _sources(self, one: Found) -> dict[str, tuple[Tree, TreeFile]]:
         sources = {
