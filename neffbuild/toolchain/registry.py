@@ -53,7 +53,8 @@ def file_checks() -> dict[str, FileCheck]:
     """`Toolchain.file_checks` of every toolchain that can be imported."""
     checks: dict[str, FileCheck] = {}
     for name in toolchain_names():
-        with suppress(MissingExtra):
+        # Anybody's package: one that is broken has nothing to say of files, and stops no check of others.
+        with suppress(Exception):
             checks |= getattr(load_toolchain(name), "file_checks", {})
     return checks
 

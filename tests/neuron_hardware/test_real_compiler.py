@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,36 @@ def test_the_runtime_loads_a_neff(compiled: tuple[Project, Ran, Ran], device: Pa
             text=True,
         )
         assert said.returncode == 0, said
+
+
+_TORCH_NEURONX = """
+import torch, torch_neuronx
+step = torch.compile(lambda x, y: (x @ y).relu(), backend="neuron", fullgraph=True, dynamic=False)
+step(torch.ones(128, 128, device="neuron"), torch.ones(128, 128, device="neuron"))
+"""
+
+
+def test_torch_neuronx_files_neffs_as_published_and_the_reader_takes_them(
+    compiler: str, tmp_path: Path
+) -> None:
+    """Its compile-only mode, into a cache of its own: `ab/cd/<32 hex digits>.neff`, one for one graph."""
+    pytest.importorskip("torch_neuronx", reason="needs TorchNeuron (torch-neuronx 2.13 or later)")
+    environment = {
+        **os.environ,
+        "TORCH_NEURONX_COMPILE_ONLY": "1",
+        "TORCH_NEURONX_NEFF_CACHE_DIR": str(tmp_path / "neffs"),
+        "TORCH_NEURONX_NEFF_LOCAL_CACHE_DIR": str(tmp_path / "local"),
+        "NEURON_PLATFORM_TARGET_OVERRIDE": TARGET,
+    }
+    said = subprocess.run(
+        [sys.executable, "-c", _TORCH_NEURONX], capture_output=True, text=True, env=environment
+    )
+    found = list((tmp_path / "neffs").glob("??/??/*.neff"))
+    assert len(found) == 1, said
+    digits = found[0].stem
+    assert (len(digits), digits[:2], digits[2:4]) == (
+        32,
+        found[0].parent.parent.name,
+        found[0].parent.name,
+    )
+    assert read_neff_file(found[0]).members
