@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from neffbuild.config.buckets import KV_SEGMENT_SIZES, P_MAX, powers_of_two
+from neffbuild.config.build import BuildConfig
 from neffbuild.config.findings import Findings
 from neffbuild.config.serve import ServeConfig
 from neffbuild.config.values import shown
@@ -33,20 +34,22 @@ class PrefillBuckets(NamedTuple):
     kv_segments: tuple[int, ...]
 
 
-PrefillRules = Callable[[ServeConfig, Findings], PrefillBuckets]
+PrefillRules = Callable[[BuildConfig, Findings], PrefillBuckets]
 """How an engine settles its prefill buckets. Problems and notes go to the findings."""
 
 
-def neuron_prefill(serve: ServeConfig, findings: Findings) -> PrefillBuckets:
+def neuron_prefill(config: BuildConfig, findings: Findings) -> PrefillBuckets:
     """The prefill buckets vLLM Neuron compiles for, a draft's being the same.
 
     What the engine would refuse at its start, in prefill or elsewhere, is a problem in `findings`; what
     it settles by itself a note. With a problem the buckets mean nothing.
     """
+    serve = config.serve
     _check_experts(serve, findings)
     _check_sampling(serve, findings)
     _check_transfer(serve, findings)
-    _note_encoder(serve, findings)
+    _check_encoder(serve, findings)
+    _note_encoder(config, findings)
     buckets = _segmented(serve, findings) if _segments(serve) else _single_shot(serve, findings)
     return _on_whole_shards(serve, buckets, findings)
 
@@ -222,8 +225,7 @@ def _check_transfer(serve: ServeConfig, findings: Findings) -> None:
         )
 
 
-def _note_encoder(serve: ServeConfig, findings: Findings) -> None:
-    """An encoder's programs are of its own list, and not among what is planned here."""
+def _check_encoder(serve: ServeConfig, findings: Findings) -> None:
     others = serve.additional_config.model_extra or {}
     given = [name for name in _ENCODERS if others.get(name) is not None]
     if len(given) > 1:
@@ -234,14 +236,6 @@ def _note_encoder(serve: ServeConfig, findings: Findings) -> None:
             "allowed: one of them",
             f"keep {given[0]} from Neuron SDK 2.33 on, {given[1]} before",
         )
-    elif given:
-        options = others[given[0]]
-        sizes = options.get("num_vision_tokens_buckets") if isinstance(options, dict) else None
-        many = f" (one for each of {shown(sizes)})" if sizes else ""
-        findings.note(
-            f"serve.additional_config.{given[0]}: the encoder's programs{many} are not planned; the engine "
-            "compiles them when it starts"
-        )
     if (serve.model_extra or {}).get("mm_encoder_only") is True:
         findings.problem(
             "serve.mm_encoder_only",
@@ -250,6 +244,21 @@ def _note_encoder(serve: ServeConfig, findings: Findings) -> None:
             "planned; allowed: false",
             "plan the workers that run the language model",
         )
+
+
+def _note_encoder(config: BuildConfig, findings: Findings) -> None:
+    """An encoder's programs are of a list of its own, and not among what is planned here."""
+    others = config.serve.additional_config.model_extra or {}
+    options = next((others[name] for name in _ENCODERS if others.get(name) is not None), None)
+    has_encoder = options is not None or "vision_config" in config.model.architecture
+    if not has_encoder or others.get("mm_language_model_only") is True:
+        return
+    sizes = options.get("num_vision_tokens_buckets") if isinstance(options, dict) else None
+    many = f" (one for each of {shown(sizes)})" if sizes else ""
+    findings.note(
+        f"the programs of {config.model.name}'s encoder{many} are not planned; the engine compiles them "
+        "when it starts"
+    )
 
 
 def _extra(serve: ServeConfig, name: str) -> Any:

@@ -39,7 +39,7 @@ def plan_with(config: BuildConfig, toolchain: Toolchain, stored: StoredKeys) -> 
     capabilities = _engine_capabilities(toolchain, identity)
     findings = Findings(config.source)
     with findings.stage():
-        prefill = capabilities.prefill(config.serve, findings) if capabilities.prefill else None
+        prefill = capabilities.prefill(config, findings) if capabilities.prefill else None
         phases = served_phases(config, prefill_programs=prefill is not None)
     if identity.kv_blocks is not None:
         findings.note(

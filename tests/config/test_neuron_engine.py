@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from config_workspace import EAGLE3, Workspace, neuron
+from config_workspace import EAGLE3, MODEL, Workspace, neuron
 from hypothesis import given
 from hypothesis import strategies as st
 
 from neffbuild.config.buckets import KV_SEGMENT_SIZES
+from neffbuild.config.build import BuildConfig
 from neffbuild.config.errors import ConfigError
 from neffbuild.config.findings import Findings
+from neffbuild.config.model import ModelConfig
 from neffbuild.config.neuron_engine import PrefillBuckets, neuron_prefill
 from neffbuild.config.serve import AdditionalConfig, NeuronConfig, ServeConfig
 
@@ -25,7 +27,7 @@ def settled(workspace: Workspace, serve: dict[str, Any]) -> tuple[PrefillBuckets
     """The buckets of a config that loads, and the notes there are on them."""
     findings = Findings("test")
     with findings.stage():
-        buckets = neuron_prefill(workspace.load(serve, toolchain=TOOLCHAIN).serve, findings)
+        buckets = neuron_prefill(workspace.load(serve, toolchain=TOOLCHAIN), findings)
     return buckets, findings.notes
 
 
@@ -150,9 +152,9 @@ def _model(workspace: Workspace) -> dict[str, Any]:
         ({"speculative_config": EAGLE3}, "on_device_sampling_config is not set"),
         ({"additional_config":
           {"encoder_neuron_config": {"num_vision_tokens_buckets": [2048, 8192]}}},
-         "encoder_neuron_config: the encoder's programs (one for each of [2048, 8192]) are not planned"),
+         "the programs of model's encoder (one for each of [2048, 8192]) are not planned"),
         ({"additional_config": {"vision_neuron_config": {"tp_size": 4}}},
-         "vision_neuron_config: the encoder's programs are not planned"),
+         "the programs of model's encoder are not planned; the engine compiles them when it starts"),
         ({**DCP, **SINGLE_SHOT, "block_size": 128}, "prefill buckets [128] are not multiples"),
     ],
 )  # fmt: skip
@@ -160,6 +162,14 @@ def test_what_is_noted(workspace: Workspace, serve: dict[str, Any], note: str) -
     _, notes = settled(workspace, serve)
     assert [one for one in notes if note in one] == notes
     assert len(notes) == 1
+
+
+def test_a_model_with_an_encoder_is_told_by_its_architecture(workspace: Workspace) -> None:
+    workspace.write_model("model", {"model_type": "vl", "text_config": MODEL, "vision_config": {}})
+    _, notes = settled(workspace, {})
+    assert [note for note in notes if "encoder are not planned" in note] == notes != []
+    language_only = {"additional_config": {"mm_language_model_only": True}}
+    assert settled(workspace, language_only)[1] == []
 
 
 def test_what_the_engine_needs_is_there(workspace: Workspace) -> None:
@@ -231,7 +241,8 @@ def test_what_is_settled_is_what_the_rules_say(
     )
     largest = most if segment is None else segment
     findings = Findings("test")
-    buckets = neuron_prefill(serve, findings)
+    config = BuildConfig(source="test", serve=serve, model=ModelConfig("model", {}))
+    buckets = neuron_prefill(config, findings)
     assert bool(findings.problems) is not (
         allowed and largest % (block * dcp if dcp > 1 else 1) == 0
     )

@@ -27,7 +27,7 @@ def neuron_bucketer(**options: Any) -> Bucketer:
     """The bucketer of vLLM Neuron, its prefill buckets settled by its own rules."""
     config = build_config(**options)
     findings = Findings("test")
-    prefill = neuron_prefill(config.serve, findings)
+    prefill = neuron_prefill(config, findings)
     assert not findings.problems
     return Bucketer.from_config(
         config, query_len_support=QueryLenSupport.UNIFORM, prefill=prefill, phases=BOTH

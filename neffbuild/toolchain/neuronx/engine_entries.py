@@ -85,7 +85,7 @@ class RowUnits:
         """Those of a config's grid. Raises `ConfigError` for a config that has none."""
         findings = Findings(config.source)
         with findings.stage():
-            prefill = capabilities.prefill(config.serve, findings) if capabilities.prefill else None
+            prefill = capabilities.prefill(config, findings) if capabilities.prefill else None
         bucketer = Bucketer.from_config(
             config,
             query_len_support=capabilities.query_len_support,
