@@ -28,7 +28,7 @@ class EngineDefaults:
     """What the engine's API server picks when an option is not set.
 
     `max_num_seqs` and `max_num_batched_tokens` are multiplied by the ranks of one replica where
-    `per_rank` says so.
+    `per_rank` says so. With `prefill_programs` the engine compiles for prefill steps too.
     """
 
     engine: str
@@ -36,11 +36,12 @@ class EngineDefaults:
     max_num_seqs: int
     max_num_batched_tokens: int
     per_rank: bool = False
+    prefill_programs: bool = False
 
 
 ENGINE_DEFAULTS = {
     "inductor": EngineDefaults(f"vLLM {VLLM_VERSION} on CPU", 128, 128, 2048, per_rank=True),
-    "neuronx": EngineDefaults("vLLM Neuron", 32, 256, 2048),
+    "neuronx": EngineDefaults("vLLM Neuron", 32, 256, 2048, prefill_programs=True),
 }
 """By toolchain, since each serves on one platform."""
 OTHER_DEFAULTS = EngineDefaults(f"vLLM {VLLM_VERSION}", 16, 256, 2048)
@@ -129,7 +130,8 @@ def fill_defaults(
     }
     missing = {name: value for name, value in assumed.items() if name not in fields}
     fields.update(missing)
-    if not {"num_batched_tokens_buckets", "kv_segment_size_buckets"} & neuron.keys():
+    sizes_prefill = {"num_batched_tokens_buckets", "kv_segment_size_buckets"} & neuron.keys()
+    if not sizes_prefill and not defaults.prefill_programs:
         missing.pop("max_num_batched_tokens", None)  # decode programs do not see it
     if missing:
         findings.note(

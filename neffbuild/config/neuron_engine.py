@@ -119,7 +119,7 @@ def _settle_segment(serve: ServeConfig, most: int, findings: Findings) -> None:
 def _single_shot(serve: ServeConfig, findings: Findings) -> PrefillBuckets:
     longest = serve.max_model_len
     path = "serve.max_num_batched_tokens"
-    sizes = ", ".join(map(str, KV_SEGMENT_SIZES))
+    sizes = ", ".join(str(size) for size in KV_SEGMENT_SIZES if size < longest)
     if longest > SINGLE_SHOT_LIMIT:
         findings.problem(
             path,
@@ -136,7 +136,8 @@ def _single_shot(serve: ServeConfig, findings: Findings) -> PrefillBuckets:
             "serve.enable_prefix_caching is true (the default) while every prompt is prefilled in one step "
             f"(max_num_batched_tokens {serve.max_num_batched_tokens} is not below max_model_len {longest}); "
             "allowed: false, or prefill in segments",
-            f"set enable_prefix_caching to false, or max_num_batched_tokens to one of {sizes}",
+            "set enable_prefix_caching to false"
+            + (f", or max_num_batched_tokens to one of {sizes}" if sizes else ""),
         )
     most = _most_tokens(serve)
     tokens = serve.neuron_config.num_batched_tokens_buckets or powers_of_two(most, first=P_MAX)

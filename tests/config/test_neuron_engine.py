@@ -195,6 +195,24 @@ def test_misaligned_buckets_are_dropped_and_the_largest_is_not(workspace: Worksp
     assert settled(workspace, own) == (PrefillBuckets((512, 4096), (0,)), [])
 
 
+def test_the_assumed_step_size_is_noted(workspace: Workspace) -> None:
+    (note,) = workspace.load(toolchain=TOOLCHAIN).notes
+    assert note.endswith("serve.max_num_batched_tokens 2048")
+    assert workspace.load({"max_num_batched_tokens": 2048}, toolchain=TOOLCHAIN).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "hint"),
+    [
+        (256, "set enable_prefix_caching to false"),
+        (512, "set enable_prefix_caching to false"),
+        (2000, "set enable_prefix_caching to false, or max_num_batched_tokens to one of 512, 1024"),
+    ],
+)
+def test_a_hint_names_only_what_helps(workspace: Workspace, max_model_len: int, hint: str) -> None:
+    assert refused(workspace, {"max_model_len": max_model_len}).hint == hint
+
+
 def test_several_problems_are_told_at_once(workspace: Workspace) -> None:
     error = refused(
         workspace, {"max_num_batched_tokens": 1000, "async_scheduling": True, **neuron(ep_degree=2)}
