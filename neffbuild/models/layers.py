@@ -101,25 +101,48 @@ class Attention(nn.Module):
         visible: Tensor,
         kv_cache: KVCache,
     ) -> Tensor:
+        q = self.enter(hidden, rotary, slots, live, kv_cache)
+        scores, context_values = self.scores(q, block_table, visible, kv_cache)
+        weights = scores.softmax(dim=-1).to(hidden.dtype)
+        mixed = self.mix(weights, context_values)
+        output: Tensor = self.o_proj(mixed.reshape(*hidden.shape[:2], -1))
+        return output
+
+    def enter(
+        self,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        slots: Tensor,
+        live: Tensor,
+        kv_cache: KVCache,
+    ) -> Tensor:
+        """Write keys and values; the queries `[B, Q, H, D]`."""
         rows, queries, _ = hidden.shape
         cos, sin = rotary
         q = _rotate(self.q_proj(hidden).view(rows, queries, -1, self.head_dim), cos, sin)
         k = _rotate(self.k_proj(hidden).view(rows, queries, self.kv_heads, self.head_dim), cos, sin)
         v = self.v_proj(hidden).view(rows, queries, self.kv_heads, self.head_dim)
-
         keys, values = kv_cache
         _write(keys, slots, live, k)
         _write(values, slots, live, v)
+        return q
+
+    def scores(
+        self, q: Tensor, block_table: Tensor, visible: Tensor, kv_cache: KVCache
+    ) -> tuple[Tensor, Tensor]:
+        """What queries make of the keys behind the block table `[B, H / G, G, Q, C]` float32, -inf where
+        those are not visible, and the values there `[B, C, H / G, D]`."""
+        keys, values = kv_cache
         context_keys = keys[block_table].flatten(1, 2)  # [B, C, H / G, D]
         context_values = values[block_table].flatten(1, 2)
-
+        rows, queries = q.shape[:2]
         q = q.view(rows, queries, self.kv_heads, self.groups, self.head_dim)
         scores = torch.einsum("bqhgd,bchd->bhgqc", q, context_keys) / math.sqrt(self.head_dim)
-        scores = scores.float().masked_fill(~visible[:, None, None], -math.inf)
-        weights = scores.softmax(dim=-1).to(hidden.dtype)
-        mixed = torch.einsum("bhgqc,bchd->bqhgd", weights, context_values)
-        output: Tensor = self.o_proj(mixed.reshape(rows, queries, -1))
-        return output
+        return scores.float().masked_fill(~visible[:, None, None], -math.inf), context_values
+
+    def mix(self, weights: Tensor, context_values: Tensor) -> Tensor:
+        """The values `[B, Q, H / G, G, D]`, weighed."""
+        return torch.einsum("bhgqc,bchd->bqhgd", weights, context_values)
 
 
 class MLP(nn.Module):

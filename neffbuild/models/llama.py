@@ -36,7 +36,7 @@ class KVView(NamedTuple):
 
 class Decoder(nn.Module):
     """The layers of a model and what a step computes of them; how it is told where keys and values are
-    differs between `LlamaDecoder` and `WindowedDecoder`.
+    differs between `LlamaDecoder`, `WindowedDecoder` and `ContextParallelDecoder`.
 
     `auxiliary_layers` are the layers *entering* which the hidden states are returned as well (vLLM's
     convention for EAGLE3: layer i's input, after i layers). Parameters are allocated and not
@@ -93,7 +93,12 @@ class Decoder(nn.Module):
                 hidden, rotary, view.slots, live, view.block_table, view.visible, kv_cache
             )
         entering.append(hidden)
+        return self._outputs(hidden, live, entering)
 
+    def _outputs(
+        self, hidden: Tensor, live: Tensor, entering: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """From what left the last layer, and what entered each of them and left the last."""
         logits = self.lm_head(self.model.norm(hidden))
         next_token_ids = torch.where(live, logits.argmax(dim=-1), PAD_TOKEN_ID).to(torch.int32)
         if not self.auxiliary_layers:

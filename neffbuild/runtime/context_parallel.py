@@ -10,7 +10,10 @@ Source of the formula: vLLM's `get_dcp_local_seq_lens` (vllm/v1/attention/backen
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from neffbuild.config.errors import ConfigError
@@ -26,6 +29,17 @@ def local_seq_lens(seq_lens: Tensor, dcp_size: int, interleave: int) -> Tensor:
     ranks = torch.arange(dcp_size, dtype=seq_lens.dtype)[:, None]
     of_last_round = (seq_lens % rounds - ranks * interleave).clamp(0, interleave)
     return torch.div(seq_lens, rounds, rounding_mode="floor") * interleave + of_last_round
+
+
+def placement(positions: Tensor, dcp_size: int, interleave: int) -> tuple[Tensor, Tensor]:
+    """The rank that holds each of the positions, and which of its own positions it is there.
+
+    `positions` of any shape, integer. Raises `ConfigError` for sizes below 1.
+    """
+    _require_positive(dcp_size, interleave)
+    piece = torch.div(positions, interleave, rounding_mode="floor")
+    local = torch.div(piece, dcp_size, rounding_mode="floor") * interleave + positions % interleave
+    return piece % dcp_size, local
 
 
 def padded_local_max(seq_lens: Tensor, dcp_size: int, interleave: int, multiple: int) -> int:
@@ -51,10 +65,8 @@ def unpad_gathered(gathered: Tensor, seq_len: int, interleave: int) -> Tensor:
     `ConfigError` when the ranks cannot hold that many positions.
     """
     dcp_size, padded = gathered.shape[:2]
-    _require_positive(dcp_size, interleave)
     position = torch.arange(seq_len, device=gathered.device)
-    piece, within = position // interleave, position % interleave
-    local = piece // dcp_size * interleave + within
+    rank, local = placement(position, dcp_size, interleave)
     if seq_len and int(local.max()) >= padded:
         raise ConfigError(
             f"{dcp_size} ranks of {padded} positions each, dealt out {interleave} at a time, do not hold "
@@ -63,7 +75,22 @@ def unpad_gathered(gathered: Tensor, seq_len: int, interleave: int) -> Tensor:
             value=list(gathered.shape[:2]),
             hint="pad every rank's part to `padded_local_max` before it is gathered",
         )
-    return gathered[piece % dcp_size, local]
+    return gathered[rank, local]
+
+
+def merge_over(group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], Tensor]:
+    """What makes a rank's part of an attention, and the log-sum-exp of its scores, into the whole: one
+    all-gather over the ranks. All of them call it in the same order, for as many queries."""
+
+    def merge(output: Tensor, log_sum_exp: Tensor) -> Tensor:
+        part = torch.cat((output.float(), log_sum_exp[..., None]), dim=-1)
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part, group=group)
+        gathered = torch.stack(parts)
+        whole = merge_partial_attention(gathered[..., :-1], gathered[..., -1])
+        return whole.to(output.dtype)
+
+    return merge
 
 
 def merge_partial_attention(outputs: Tensor, log_sum_exps: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from neffbuild.runtime.context_parallel import (
     local_seq_lens,
     merge_partial_attention,
     padded_local_max,
+    placement,
     to_device,
     unpad_gathered,
 )
@@ -48,6 +49,16 @@ def test_local_lengths_are_those_of_placement(
     padded = padded_local_max(given_lens, dcp_size, interleave, BLOCK_SIZE)
     assert padded % BLOCK_SIZE == 0
     assert most <= padded < max(most, 1) + BLOCK_SIZE
+
+
+@given(st.integers(1, 1000), sizes, interleaves)
+def test_positions_are_found_where_they_were_placed(
+    seq_len: int, dcp_size: int, interleave: int
+) -> None:
+    ranks, local = placement(torch.arange(seq_len), dcp_size, interleave)
+    held = placed(seq_len, dcp_size, interleave)
+    for position, (rank, own) in enumerate(zip(ranks.tolist(), local.tolist(), strict=True)):
+        assert held[rank][own] == position
 
 
 @given(st.integers(0, 1000), sizes, interleaves)
