@@ -246,16 +246,21 @@ def is_decode_row(row: Row) -> bool:
     return row.num_computed_tokens > 0 and row.num_new_tokens == 1
 
 
-def verified_drafts(bucketer: Bucketer, step: Step, row: Row, shapes: StepShapes) -> int:
-    """How many drafts (placeholders included) a decode row verifies in the chosen target program. It
-    computes one token more; what a uniform program is wider than that holds placeholders."""
+def verified_drafts(bucketer: Bucketer, step: Step, shapes: StepShapes) -> list[int]:
+    """How many drafts (placeholders included) each row of a decode step verifies in the chosen target
+    program. It computes one token more; what a uniform program is wider than that holds placeholders."""
     if shapes.target is None or shapes.target.family is not Family.TARGET_WITH_SPEC:
-        return 0
-    if row.num_computed_tokens > _longest_with_drafts(bucketer):
-        return 0
-    if row.post_transfer and step.post_transfer_policy is PostTransferPolicy.PADDED:
-        return bucketer.num_speculative_tokens
-    return row.num_drafts
+        return [0] * len(step.rows)
+    longest, spec_tokens = _longest_with_drafts(bucketer), bucketer.num_speculative_tokens
+    padded = step.post_transfer_policy is PostTransferPolicy.PADDED
+    return [
+        0
+        if row.num_computed_tokens > longest
+        else spec_tokens
+        if padded and row.post_transfer
+        else row.num_drafts
+        for row in step.rows
+    ]
 
 
 def proposes(bucketer: Bucketer, row: Row, shapes: StepShapes) -> bool:

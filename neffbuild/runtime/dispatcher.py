@@ -184,13 +184,9 @@ class Dispatcher:
                 field="rows",
                 hint="prefill it first; the last token of a prompt is decoded, over prior state",
             )
-        verified = [verified_drafts(self._bucketer, step, row, shapes) for row in batch.rows]
-        rows = [
-            row if row.num_drafts == drafts else row._replace(num_drafts=drafts)
-            for row, drafts in zip(batch.rows, verified, strict=True)
-        ]
-        outputs = self.run_in(self._program_for(shapes.target), batch._replace(rows=rows))
-        self._observe(shapes.target, len(rows))
+        verified = verified_drafts(self._bucketer, step, shapes)
+        outputs = self._run_in(self._program_for(shapes.target), batch, verified)
+        self._observe(shapes.target, len(batch.rows))
         return StepResult(shapes, verified, outputs)
 
     def run_idle(self, prepared: StepShapes) -> None:
@@ -206,13 +202,18 @@ class Dispatcher:
     def run_in(self, program: Program, batch: DecodeBatch) -> dict[str, Tensor]:
         """Run one decode step in a given program that is large enough for it, every draft of every row
         included."""
+        return self._run_in(program, batch, [row.num_drafts for row in batch.rows])
+
+    def _run_in(
+        self, program: Program, batch: DecodeBatch, verified: Sequence[int]
+    ) -> dict[str, Tensor]:
         rows = len(batch.rows)
         ids = program.buffers.input_ids[:rows]
         ids[:, 0] = batch.token_ids
         width = ids.shape[1]
         # Every row of a uniform program is as wide as the program; what it is wider than its own tokens
         # holds placeholders, whose keys and values the next steps overwrite.
-        query_lens = [width if self._uniform else 1 + row.num_drafts for row in batch.rows]
+        query_lens = [width if self._uniform else 1 + drafts for drafts in verified]
         if width > 1:
             drafts = batch.draft_token_ids
             given = 0 if drafts is None else min(drafts.shape[1], width - 1)

@@ -9,7 +9,7 @@ each choice is checked against the KV positions the step really touches.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
 
@@ -151,7 +151,7 @@ def _ways_on(
     )
     target, draft = shapes.target, shapes.draft
     assert target is not None
-    drafts = verified_drafts(bucketer, step, row, shapes)
+    [drafts] = verified_drafts(bucketer, replace(step, rows=[row]), shapes)
     placeholders = request.received and drafts > 0
     assert 1 + drafts <= target.query_len
     # Uniform programs write for every token of their width, placeholders too.

@@ -143,7 +143,7 @@ def test_near_the_limit_variable_length_programs_hold_each_row_by_itself() -> No
     assert shapes.target.bucket_name == "decode_b2_s6_ctx1024"
     assert shapes.draft is not None
     assert shapes.draft.bucket_name == "draft_b2_s6_ctx1024"
-    assert [verified_drafts(subject, step, row, shapes) for row in step.rows] == [0, 3]
+    assert verified_drafts(subject, step, shapes) == [0, 3]
     assert [proposes(subject, row, shapes) for row in step.rows] == [False, True]
 
 
@@ -175,10 +175,10 @@ def test_first_decode_step_after_a_transfer(support: QueryLenSupport) -> None:
     assert padded[0::2] == ("decode_b2_s6_ctx128", "post_transfer_padded")
     step = Step(rows, PADDED)
     shapes = select(subject, step)
-    assert [verified_drafts(subject, step, row, shapes) for row in rows] == [5, 5]
+    assert verified_drafts(subject, step, shapes) == [5, 5]
     step = Step(rows, WITHOUT_SPEC)
     shapes = select(subject, step)
-    assert [verified_drafts(subject, step, row, shapes) for row in rows] == [0, 0]
+    assert verified_drafts(subject, step, shapes) == [0, 0]
 
 
 @BOTH
@@ -365,7 +365,7 @@ def test_the_rules_of_dispatch_spelled_out(
     else:
         assert shapes.target.query_len == 1
         verified = [0] * len(budgets)
-    assert [verified_drafts(subject, step, row, shapes) for row in step.rows] == verified
+    assert verified_drafts(subject, step, shapes) == verified
     assert (shapes.draft is not None) == bool(proposing)
     if shapes.draft is not None:
         need = min(longest + d + 5, draft_limit)
