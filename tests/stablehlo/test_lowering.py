@@ -12,10 +12,13 @@ pytest.importorskip("jaxlib", reason="needs jaxlib: make test-stablehlo")
 
 import torch
 from torch import nn
+from torch_mlir import ir
+from torch_mlir.dialects import torch as torch_dialect
 from xla_cpu import XlaProgram
 
 from neffbuild.config.errors import ToolchainRefusal
 from neffbuild.toolchain.neuronx.lowering import lower
+from neffbuild.toolchain.neuronx.portable import portable_artifact
 
 NUMBERS = torch.arange(-13, 14)
 
@@ -84,3 +87,17 @@ def test_what_torch_mlir_cannot_lower_is_refused_in_its_own_words(tmp_path, monk
     assert "native route" in refusal.value.hint
     assert not list(tmp_path.iterdir())
     assert "legalize" not in capfd.readouterr().err
+
+
+def test_an_op_of_another_dialect_is_refused_by_its_name():
+    context = ir.Context()
+    torch_dialect.register_dialect(context)
+    added = "%1 = arith.addi %0, %0 : tensor<2xi64> return %1 : tensor<2xi64>"
+    text = f"func.func @main(%0: tensor<2xi64>) -> tensor<2xi64> {{ {added} }}"
+    with pytest.raises(ToolchainRefusal, match=r"left an? arith\.addi in it"):
+        portable_artifact(ir.Module.parse(text, context), ())
+
+
+def test_an_op_younger_than_the_format_is_refused():
+    with pytest.raises(ToolchainRefusal, match=r"no StableHLO of version 1\.0\.0"):
+        lower(Program(lambda x: (x.tan(),)), {"x": NUMBERS.float()}, ["a"])

@@ -11,6 +11,8 @@ from torch_mlir.passmanager import PassManager
 from neffbuild.config.errors import ToolchainRefusal
 from neffbuild.toolchain.neuronx.stablehlo import ENTRY, TARGET_VERSION
 
+_DIALECTS = frozenset({"builtin", "func", "stablehlo"})
+
 
 def portable_artifact(module: ir.Module, aliases: Sequence[tuple[int, int]]) -> bytes:
     """The module as a portable artifact; `aliases` are pairs (result, argument) of its entry function.
@@ -24,12 +26,13 @@ def portable_artifact(module: ir.Module, aliases: Sequence[tuple[int, int]]) -> 
                 rewrite(operation)
         _state_aliases(module, aliases)
         PassManager.parse("builtin.module(canonicalize,cse,strip-debuginfo)").run(module.operation)
-        _refuse_double(module)
+        _refuse_what_is_left(module)
         try:
             artifact: bytes = _stablehlo.serialize_portable_artifact(module, TARGET_VERSION)
         except ValueError as error:
             raise ToolchainRefusal(
-                f"the lowered graph is no StableHLO of version {TARGET_VERSION}: {error}"
+                f"the lowered graph is no StableHLO of version {TARGET_VERSION}: {error}",
+                hint="keep ops out of the model that StableHLO had no name for then",
             ) from error
     return artifact
 
@@ -105,8 +108,13 @@ def _state_aliases(module: ir.Module, aliases: Sequence[tuple[int, int]]) -> Non
     )
 
 
-def _refuse_double(module: ir.Module) -> None:
+def _refuse_what_is_left(module: ir.Module) -> None:
     for operation in _operations(module):
+        if operation.name.partition(".")[0] not in _DIALECTS:
+            raise ToolchainRefusal(
+                f"the graph is no StableHLO: torch-mlir left a {operation.name} in it",
+                hint="a model that torch-mlir does not lower cannot take the native route",
+            )
         blocks = (block for region in operation.regions for block in region.blocks)
         values = [*operation.results, *(value for block in blocks for value in block.arguments)]
         if any(_is_double(value.type) for value in values):
