@@ -81,7 +81,13 @@ def command(
     plan = plan_with(config, toolchain, tiered.stored_keys)
     selection = Selection(only, shard, limit, skip_failed, retry_failed)
     prior = prior_of(toolchain)
-    part = part_of(plan, selection, lambda shape: prior(config, shape).seconds)
+    together = toolchain.capabilities.together
+    part = part_of(
+        plan,
+        selection,
+        lambda shape: prior(config, shape).seconds,
+        lambda shape: together(config, shape),
+    )
     plan = _fetched(plan, part, tiered)
     failures = read_failures(tiered.local, [unit.key for unit in plan.units if unit.key])
     chosen = choose(plan, part, selection, failures)

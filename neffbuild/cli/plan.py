@@ -78,12 +78,14 @@ def command(
 def _part(plan: Plan, toolchain: Toolchain, shard: Shard) -> Plan:
     """The shard's units of a plan."""
     from neffbuild.farm.expectations import prior_of
-    from neffbuild.farm.shards import shard_members
+    from neffbuild.farm.shards import shard_of_groups
 
-    prior = prior_of(toolchain)
+    prior, together = prior_of(toolchain), toolchain.capabilities.together
     units = [unit for unit in plan.units if unit.status.value != "cannot_occur"]
     seconds = [prior(plan.config, unit.shape).seconds for unit in units]
-    return replace(plan, units=tuple(units[place] for place in shard_members(seconds, shard)))
+    groups = [together(plan.config, unit.shape) for unit in units]
+    members = shard_of_groups(seconds, groups, shard)
+    return replace(plan, units=tuple(units[place] for place in members))
 
 
 def plan_document(plan: Plan, refusal: str | None) -> dict[str, Any]:

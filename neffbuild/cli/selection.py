@@ -76,20 +76,29 @@ class Part:
     of_units: int
 
 
-def part_of(plan: Plan, selection: Selection, seconds: Callable[[Shape], float]) -> Part:
+def part_of(
+    plan: Plan,
+    selection: Selection,
+    seconds: Callable[[Shape], float],
+    together: Callable[[Shape], str | None] = lambda _: None,
+) -> Part:
     """What a selection is about, whatever is cached. `seconds` is what the toolchain's prior expects of a
-    shape: nothing that machines know differently.
+    shape, `together` which come of one compile: nothing that machines know differently.
 
     Raises `ConfigError` for a pattern that matches nothing, and a matching unit that cannot be keyed here.
     """
-    from neffbuild.farm.shards import shard_members
+    from neffbuild.farm.shards import shard_of_groups
 
     units = [unit for unit in plan.units if unit.status.value != "cannot_occur"]
     units = _matching(units, selection.only)
     _refuse_unresolved(units)
     of_units = len(units)
     if selection.shard is not None:
-        members = shard_members([seconds(unit.shape) for unit in units], selection.shard)
+        members = shard_of_groups(
+            [seconds(unit.shape) for unit in units],
+            [together(unit.shape) for unit in units],
+            selection.shard,
+        )
         units = [units[place] for place in members]
     return Part(frozenset(unit.bucket_name for unit in units), of_units)
 

@@ -52,6 +52,7 @@ class Dispatch:
         farm: FarmConfig,
         job: Callable[[Waiting], Job],
         on_event: Callable[[Event], None],
+        group_of: Callable[[Unit], str | None],
     ) -> None:
         self.results: dict[str, UnitResult] = {}
         self._executor = executor
@@ -60,6 +61,7 @@ class Dispatch:
         self._farm = farm
         self._job = job
         self._on_event = on_event
+        self._group_of = group_of
         self._queue = Queue(())
         self._flying: dict[str, tuple[Waiting, Admitted]] = {}
         self._failures: Counter[str] = Counter()
@@ -121,7 +123,7 @@ class Dispatch:
             return
         self._fill_at = now + _LOOK_SECONDS
         while True:
-            due = self._queue.due(now)
+            due = self._due(now)
             decision = self._admission.admit(due)
             if not isinstance(decision, Admitted):
                 break
@@ -133,6 +135,12 @@ class Dispatch:
             self._short.add(decision.short)
             running = self._executor.running
             self._on_event(FewerWorkers(self._admission.asked, running, decision.reason))
+
+    def _due(self, now: float) -> Sequence[Waiting]:
+        """The units that may be started, but those that a running compile makes too."""
+        making = {self._group_of(waiting.unit) for waiting, _ in self._flying.values()} - {None}
+        due = self._queue.due(now)
+        return [one for one in due if self._group_of(one.unit) not in making] if making else due
 
     def _wait(self) -> Sequence[tuple[Job, UnitResult | Busy]]:
         if self._executor.running:

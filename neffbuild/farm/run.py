@@ -85,6 +85,9 @@ def compile_units(
                 alone=waiting.alone,
             )
 
+        def group_of(unit: Unit) -> str | None:
+            return toolchain.capabilities.together(unit.config, unit.shape)
+
         executor: Executor
         admission: Admission
         if farm.executor == "ray":
@@ -97,7 +100,7 @@ def compile_units(
             executor = stack.enter_context(local)
             admission = LocalAdmission(host or LinuxHost(), folder, local, farm, len(units))
         seconds = {key: expectation.seconds for key, expectation in expected.items()}
-        dispatch = Dispatch(executor, admission, store, farm, job, on_event)
+        dispatch = Dispatch(executor, admission, store, farm, job, on_event, group_of)
         dispatch.work_off(
             [
                 Waiting(unit, _claim(expected[unit.key], farm))

@@ -87,6 +87,19 @@ def parse_shard(text: str, environment: Mapping[str, str]) -> Shard:
     return _checked(index, count, text, f"--shard {text}")
 
 
+def shard_of_groups(
+    seconds: Sequence[float], groups: Sequence[str | None], shard: Shard
+) -> list[int]:
+    """`shard_members` where units of the same of `groups` come of one compile and stay together; those
+    of None are each by themselves."""
+    parts: dict[object, list[int]] = {}
+    for place, group in enumerate(groups):
+        parts.setdefault(place if group is None else group, []).append(place)
+    whole = list(parts.values())
+    members = shard_members([sum(seconds[one] for one in part) for part in whole], shard)
+    return sorted(place for member in members for place in whole[member])
+
+
 def shard_members(seconds: Sequence[float], shard: Shard) -> list[int]:
     """The places of a shard's units in `seconds`, the expected compile seconds of all units, ascending.
 

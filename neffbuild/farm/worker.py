@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from neffbuild.cache.catalog import record_files
+from neffbuild.cache.catalog import commit_entry, record_files
 from neffbuild.cache.entry import Entry
 from neffbuild.cache.once import build_once
 from neffbuild.cache.recipe import graph_recipe, recipe_key
@@ -31,7 +31,7 @@ from neffbuild.farm.beside import lay_out_beside
 from neffbuild.farm.causes import cause_of_exception
 from neffbuild.farm.outcomes import Cause, Outcome
 from neffbuild.farm.scratch import used_bytes
-from neffbuild.toolchain.base import Toolchain, Unit
+from neffbuild.toolchain.base import OtherArtifact, Toolchain, Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,22 +160,37 @@ def _compile(
         raise NeffbuildError("the compile ended without leaving an artifact")
     channel.send(Compiled())
     cpu, largest = _own_use()
-    graph_digest = artifact.graph_digest or captured.graph_digest
-    graph = graph_recipe(graph_digest, job.platform, job.options)
-    entry = Entry(
-        recipe=job.unit.recipe,
-        files=record_files(artifact.files),
-        graph_digest=graph_digest,
-        graph_key=recipe_key(graph),
-        statistics={
-            **artifact.statistics,
-            "compile_seconds": seconds,
-            "cpu_seconds": cpu,
-            "peak_memory_bytes": max(channel.recv(), largest),
-            "scratch_bytes": used_bytes(job.scratch),
-        },
+    units = 1 + len(artifact.others)
+    took = {
+        # One compile made them all.
+        "compile_seconds": seconds / units,
+        "cpu_seconds": cpu / units,
+        "peak_memory_bytes": max(channel.recv(), largest),
+        "scratch_bytes": used_bytes(job.scratch),
+    }
+    own = OtherArtifact(
+        job.unit.recipe,
+        artifact.files,
+        artifact.statistics,
+        artifact.graph_digest or captured.graph_digest,
     )
-    return entry, artifact.files
+    for other in artifact.others:
+        try:
+            commit_entry(job.store, _entry(job, other, took), other.files)
+        except NeffbuildError as error:
+            sys.stdout.write(f"neffbuild: what else was made is not stored: {error.message}\n")
+    return _entry(job, own, took), artifact.files
+
+
+def _entry(job: Job, made: OtherArtifact, took: Mapping[str, float]) -> Entry:
+    graph = graph_recipe(made.graph_digest, job.platform, job.options)
+    return Entry(
+        recipe=made.recipe,
+        files=record_files(made.files),
+        graph_digest=made.graph_digest,
+        graph_key=recipe_key(graph),
+        statistics={**made.statistics, **took},
+    )
 
 
 def _own_use() -> tuple[float, int]:

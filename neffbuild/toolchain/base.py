@@ -45,6 +45,15 @@ def no_device(_config: BuildConfig, _shape: Shape) -> str | None:
     return None
 
 
+Grouping = Callable[[BuildConfig, Shape], str | None]
+"""Which units of a config one compile makes: those of the same text; None for one made by itself."""
+
+
+def each_alone(_config: BuildConfig, _shape: Shape) -> str | None:
+    """Every unit takes a compile of its own."""
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a toolchain's programs can do; the planner decides from this, never from the name.
@@ -52,8 +61,9 @@ class Capabilities:
     `kv_groups` are the kinds of KV state it builds programs for; of `rolled_back` it can undo what a
     token did that came to nothing (a rejected draft, a placeholder). `window_columns` says how wide the
     block tables of sliding-window layers are. `prefill` is how its engine settles its prefill buckets,
-    None where it has no prefill programs. `device_for` says which units are compiled beside a device. With
-    `replica_groups` a program names the global ranks of the collectives in it.
+    None where it has no prefill programs. `device_for` says which units are compiled beside a device,
+    `together` which come of one compile. With `replica_groups` a program names the global ranks of the
+    collectives in it.
     """
 
     query_len_support: QueryLenSupport
@@ -61,6 +71,7 @@ class Capabilities:
     rolled_back: frozenset[KVGroup] = KEPT_BY_POSITION
     speculation_under_dcp: bool = False
     device_for: DeviceNeed = no_device
+    together: Grouping = each_alone
     window_columns: WindowColumns = span_columns
     prefill: PrefillRules | None = None
     replica_groups: bool = False
@@ -104,11 +115,22 @@ class Captured:
 class Artifact:
     """Files a compile produced: the name each must have when loaded → where it lies now. Where the
     compile is what captured the graph, `graph_digest` is its digest, and counts instead of that of
-    `Captured`."""
+    `Captured`. `others` are artifacts of other units that the same compile made."""
 
     files: Mapping[str, Path]
     statistics: Mapping[str, Any] = field(default_factory=dict)
     graph_digest: str | None = None
+    others: Sequence[OtherArtifact] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OtherArtifact:
+    """An artifact beside the one that was asked for, and the recipe of its unit."""
+
+    recipe: Mapping[str, Any]
+    files: Mapping[str, Path]
+    statistics: Mapping[str, Any]
+    graph_digest: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ from neffbuild.cache.layouts.tree import Tree
 from neffbuild.cache.layouts.vllm_neuron import NAME, VllmNeuron
 from neffbuild.toolchain.neuronx.hlo_shapes import parameter_shapes
 
-ALL_BUILT = dict.fromkeys(UNITS, "built")
+# The longest of a row is started first, and leaves the others beside it.
+ALL_DONE = {name: "built" if name.endswith("4096") else "cached" for name in UNITS}
 
 
 def stored_tree(project: EngineProject, key: str, folder: Path) -> dict[str, Path]:
@@ -53,7 +54,7 @@ def test_a_start_compiles_a_row_and_each_unit_gets_its_entry(
     project.order(other_order=True)
     config = project.configure()
     ran = project.run("compile", config, "--json", env={"VLLM_API_KEY": "s", "AWS_PROFILE": "p"})
-    assert outcomes(ran) == ALL_BUILT, ran.err
+    assert outcomes(ran) == ALL_DONE, ran.err
     assert (len(project.starts()), project.compiles()) == (len(ROWS), len(UNITS))
     for unit in ran.document["units"]:
         rows, context = (int(part.lstrip("bctx")) for part in unit["bucket_name"].split("_")[1:])
@@ -122,14 +123,14 @@ def test_a_model_finds_its_checkpoint(project: EngineProject) -> None:
     assert "model.safetensors" in causes(ran)["decode_b1_ctx4096"][1]
     (project.root / "model" / "model.safetensors").write_bytes(b"constants")
     ran = project.run("compile", config, "--json", "--only", "decode_b1_*")
-    assert set(outcomes(ran).values()) == {"built"}, ran.out
+    assert set(outcomes(ran).values()) <= {"built", "cached"}, ran.out
 
 
 def test_the_second_unit_of_a_row_compiles_only_what_is_its_own(project: EngineProject) -> None:
     project.order(fails=[graph_name(2, 1024)], once=True)
     config = project.configure()
     ran = project.run("compile", config, "--json", "--only", "decode_b2_*")
-    assert set(outcomes(ran).values()) == {"built"}, ran.out
+    assert set(outcomes(ran).values()) <= {"built", "cached"}, ran.out
     # The first start is over when the second graph fails; the next finds the first one's finished.
     assert len(project.starts()) == 2
     assert project.compiles() == 3
@@ -139,7 +140,7 @@ def test_a_graph_that_fails_costs_its_own_unit_alone(project: EngineProject) -> 
     project.order(fails=[graph_name(2, 1024)])
     ran = project.run("compile", project.configure(), "--json")
     assert ran.status == 1
-    assert outcomes(ran) == {**ALL_BUILT, "decode_b2_ctx1024": "failed"}
+    assert outcomes(ran) == {**ALL_DONE, "decode_b2_ctx1024": "failed"}
     kind, cause = causes(ran)["decode_b2_ctx1024"]
     assert kind == "compiler_error"
     assert "neuronx-cc failed (exit code 70)" in cause
@@ -190,7 +191,7 @@ def test_a_start_that_hangs_is_ended_by_the_farm(project: EngineProject) -> None
 def test_without_texts_the_graph_itself_tells(project: EngineProject) -> None:
     project.order(no_texts=True, other_order=True)
     ran = project.run("compile", project.configure(), "--json", "--only", "decode_b4_*")
-    assert set(outcomes(ran).values()) == {"built"}, ran.out
+    assert set(outcomes(ran).values()) <= {"built", "cached"}, ran.out
 
 
 def test_windows_and_unbucketed_contexts_are_told_apart(project: EngineProject) -> None:
@@ -199,7 +200,7 @@ def test_windows_and_unbucketed_contexts_are_told_apart(project: EngineProject) 
     config = project.configure(neuron={"decode_context_length_buckets": [1152, 2048]})
     ran = project.run("compile", config, "--json", "--only", "decode_b1_*")
     assert len(outcomes(ran)) == 3
-    assert set(outcomes(ran).values()) == {"built"}, ran.out
+    assert set(outcomes(ran).values()) <= {"built", "cached"}, ran.out
     config = project.configure(neuron={"decode_context_length_buckets": None}, max_model_len=4000)
     ran = project.run("compile", config, "--json", "--only", "decode_b1*")
     assert outcomes(ran) == {"decode_b1": "built"}, ran.out
@@ -208,10 +209,12 @@ def test_windows_and_unbucketed_contexts_are_told_apart(project: EngineProject) 
 def test_what_is_of_no_unit_is_said_and_not_stored(project: EngineProject) -> None:
     project.order(extra=True)
     ran = project.run("compile", project.configure(), "--json", "--only", "decode_b1_*")
-    assert set(outcomes(ran).values()) == {"built"}, ran.out
-    for entry in project.entries().values():
-        [stranger] = entry["statistics"]["engine_entries_of_no_unit"]
-        assert not any(stranger in name for name in entry["files"])
+    assert set(outcomes(ran).values()) <= {"built", "cached"}, ran.out
+    entries = project.entries().values()
+    [stranger] = {
+        key for entry in entries for key in entry["statistics"].get("engine_entries_of_no_unit", ())
+    }
+    assert not any(stranger in name for entry in entries for name in entry["files"])
 
 
 def test_two_buckets_of_one_graph_are_named(project: EngineProject) -> None:
@@ -228,7 +231,7 @@ def test_ranks_whose_keys_differ_get_an_entry_each(project: EngineProject) -> No
     project.order(key_of_each_rank=[graph_name(1, 4096)])
     config = project.configure(tensor_parallel_size=2)
     ran = project.run("compile", config, "--json", "--only", "decode_b1_*")
-    assert set(outcomes(ran).values()) == {"built"}, ran.out
+    assert set(outcomes(ran).values()) <= {"built", "cached"}, ran.out
     keys = [len(entry["statistics"]["engine_keys"]) for entry in project.entries().values()]
     assert sorted(keys) == [1, 2]
 

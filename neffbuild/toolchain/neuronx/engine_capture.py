@@ -1,12 +1,9 @@
 """Capturing and compiling a unit by starting vLLM Neuron for its warm-up alone.
 
-A start compiles a whole row (`neffbuild.toolchain.neuronx.engine_config`), so the units of a row share one.
-The first of them that a farm runs starts the engine; the others meanwhile make way for other rows, and then
-find their entries in the farm's shared folder. Where one is missing there, because its graph failed or the
-start ended before it was done, the engine is started again, with what is finished in its cache beforehand: it
-then compiles what is missing and nothing else.
-
-Workers of different hosts share no such folder: on each of them the row is compiled.
+A start compiles a whole row (`neffbuild.toolchain.neuronx.engine_config`). The other units of the row come of
+it too, so a farm runs one unit of a row at a time, and finds the others stored. Where one is not, because its
+graph failed or the start ended before it was done, the engine is started again, with what is finished in its
+cache beforehand: it then compiles what is missing and nothing else.
 
 Never run against a real vLLM Neuron.
 """
@@ -14,8 +11,7 @@ Never run against a real vLLM Neuron.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +19,10 @@ from typing import Any
 from neffbuild.cache.canonical import digest_document, digest_file
 from neffbuild.cache.layouts.layout import entry_file
 from neffbuild.cache.layouts.vllm_neuron import NAME
-from neffbuild.cache.lock import host_lock
 from neffbuild.cache.recipe import recipe_key, unit_recipe
-from neffbuild.config.errors import LockTimeout, NeffbuildError, ToolchainRefusal
-from neffbuild.toolchain.base import BESIDE, Artifact, Capabilities, Unit
+from neffbuild.config.errors import NeffbuildError, ToolchainRefusal
+from neffbuild.grid.shapes import Shape
+from neffbuild.toolchain.base import BESIDE, Artifact, Capabilities, OtherArtifact, Unit
 from neffbuild.toolchain.neuronx.engine_cache import (
     Entry,
     artifact_files,
@@ -44,10 +40,6 @@ from neffbuild.toolchain.neuronx.engine_config import (
 )
 from neffbuild.toolchain.neuronx.engine_entries import RowUnits
 from neffbuild.toolchain.neuronx.engine_start import engine_failure, model_folder, run_engine
-
-_PATIENCE_SECONDS = 7 * 24 * 3600.0
-"""How long a unit waits for the start of its row when there is nothing else to do; `farm.timeout` ends it
-sooner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,41 +90,45 @@ def make_start(unit: Unit, capabilities: Capabilities) -> Start:
     known = generation(release)
     if known is None:
         raise ToolchainRefusal(f"vLLM Neuron {release} cannot be started for its graphs")
-    row = RowUnits.of(unit.config, capabilities, row_of(unit.shape), int(recipe["num_kv_blocks"]))
-    return Start(unit, known, device, row)
+    return Start(unit, known, device, row_units(unit, capabilities))
 
 
-def row_keys(unit: Unit, capabilities: Capabilities) -> list[str]:
-    """The keys of the other units of a unit's family and row."""
-    row = RowUnits.of(
-        unit.config, capabilities, row_of(unit.shape), int(unit.recipe["num_kv_blocks"])
-    )
-    return [
-        recipe_key(unit_recipe(unit.recipe, shape))
+def row_units(unit: Unit, capabilities: Capabilities) -> RowUnits:
+    """The units of a unit's row, itself among them."""
+    blocks = int(unit.recipe["num_kv_blocks"])
+    return RowUnits.of(unit.config, capabilities, row_of(unit.shape), blocks)
+
+
+def row_recipes(unit: Unit, row: RowUnits) -> dict[Shape, dict[str, Any]]:
+    """The recipes of the other units of a unit's row, as far as they are of its family."""
+    return {
+        shape: unit_recipe(unit.recipe, shape)
         for shape, _ in row.units
         if shape != unit.shape and shape.family is unit.shape.family
-    ]
+    }
 
 
-def build(start: Start, scratch: Path, shared: Path | None, beside: Sequence[str]) -> Artifact:
-    """Compile a unit below `scratch`; `shared` is the folder of the farm, in which stored units of the keys
-    in `beside` may lie.
+def row_keys(unit: Unit, row: RowUnits) -> list[str]:
+    """The keys of these."""
+    return [recipe_key(recipe) for recipe in row_recipes(unit, row).values()]
 
-    Raises `LockTimeout` while another unit's start compiles the row, unless this one has made way once
-    already; `CompilerFailure` for what the engine and its compiler report, `NeffbuildError` where what
-    they leave cannot be told apart.
+
+def build(start: Start, scratch: Path, shared: Path | None) -> Artifact:
+    """Compile a unit below `scratch`; `shared` is the folder of the farm, in which units of the row lie that
+    are stored.
+
+    Raises `CompilerFailure` for what the engine and its compiler report, `NeffbuildError` where what they
+    leave cannot be told apart.
     """
-    pool = (shared or scratch) / "vllm-neuron" / start.digest[:16]
-    pool.mkdir(parents=True, exist_ok=True)
+    pool = (shared or scratch) / "finished" / start.digest[:16]
     root = Path(compile_cache(str(scratch / "vllm")))
     root.mkdir(parents=True)
-    with _row_alone(start, pool):
-        copy_finished(pool / "finished", root)
-        for stored in (shared / BESIDE / key for key in beside) if shared else ():
-            copy_finished(stored / entry_file(NAME, ""), root)
-        own = [entry for entry in _own(start, root) if entry.fault is None]
-        if not own:
-            own = _started(start, scratch, root, pool)
+    copy_finished(pool, root)
+    for key in row_keys(start.unit, start.row) if shared else ():
+        copy_finished(pool.parents[1] / BESIDE / key / entry_file(NAME, ""), root)
+    own = [entry for entry in _own(start, root) if entry.fault is None]
+    if not own:
+        own = _started(start, scratch, root, pool)
     return _artifact(start, root, own)
 
 
@@ -145,7 +141,7 @@ def _started(start: Start, scratch: Path, root: Path, pool: Path) -> list[Entry]
         start.environment(str(scratch / "vllm")),
         scratch,
     )
-    copy_finished(root, pool / "finished")
+    copy_finished(root, pool)
     own = _own(start, root)
     finished = [entry for entry in own if entry.fault is None]
     failure = engine_failure(ended)
@@ -167,7 +163,7 @@ def _started(start: Start, scratch: Path, root: Path, pool: Path) -> list[Entry]
 def _own(start: Start, root: Path) -> list[Entry]:
     """The entries that are for the unit. Raises `NeffbuildError` for one that may be another's too, and
     for more than the ranks could have."""
-    own = [entry for entry in entries(root, start.row) if start.unit.shape in entry.shapes]
+    own = _of(start.unit.shape, entries(root, start.row))
     for entry in own:
         if len(entry.shapes) > 1:
             fits = " and ".join(sorted(shape.bucket_name for shape in entry.shapes))
@@ -184,6 +180,10 @@ def _own(start: Start, root: Path) -> list[Entry]:
             hint="the engine compiles graphs with the inputs of a step that are none",
         )
     return own
+
+
+def _of(shape: Shape, found: Sequence[Entry]) -> list[Entry]:
+    return [entry for entry in found if shape in entry.shapes]
 
 
 def _left(start: Start, root: Path, own: Sequence[Entry]) -> str:
@@ -205,35 +205,41 @@ def _left(start: Start, root: Path, own: Sequence[Entry]) -> str:
 
 
 def _artifact(start: Start, root: Path, own: Sequence[Entry]) -> Artifact:
-    strangers = [entry for entry in entries(root, start.row) if not entry.shapes]
+    found = entries(root, start.row)
+    strangers = [entry for entry in found if not entry.shapes]
     for entry in strangers:
         _say(f"entry {entry.key} is of no unit ({entry.unstated or 'no such bucket'}): not stored")
-    files = {name: path for entry in own for name, path in artifact_files(root, entry).items()}
-    graphs = sorted(digest_file(root / str(entry.found.graph)) for entry in own)
+    made = _made(root, start.unit.recipe, own)
     return Artifact(
-        files=files,
+        files=made.files,
         statistics={
-            "engine_keys": [entry.key for entry in own],
+            **made.statistics,
             "engine_entries_of_no_unit": [entry.key for entry in strangers],
         },
-        graph_digest=graphs[0] if len(graphs) == 1 else digest_document(graphs),
+        graph_digest=made.graph_digest,
+        others=[
+            _made(root, recipe, others)
+            for shape, recipe in row_recipes(start.unit, start.row).items()
+            if (others := _of(shape, found)) and _certain(start, others)
+        ],
     )
 
 
-@contextmanager
-def _row_alone(start: Start, pool: Path) -> Iterator[None]:
-    """Keep other units of the row from starting the engine too. Raises `LockTimeout` at once where one is
-    at it, but waits where this unit has been here before: then there is nothing better to do."""
-    made_way = pool / f"made-way-{start.unit.key}"
-    # The folder's name is the farm's own; its path is nobody's business.
-    name = f"the start of {start.of} in farm {pool.parents[2].name} ({start.digest[:8]})"
-    wait = _PATIENCE_SECONDS if made_way.exists() else 0.0
-    try:
-        with host_lock(name, wait=wait):
-            yield
-    except LockTimeout:
-        made_way.touch()
-        raise
+def _certain(start: Start, found: Sequence[Entry]) -> bool:
+    """Whether entries that fit another unit of the row are all that it needs; if not, it says so itself."""
+    ranks = start.unit.config.serve.tensor_parallel_size
+    whole = all(entry.fault is None and len(entry.shapes) == 1 for entry in found)
+    return whole and len(found) <= ranks
+
+
+def _made(root: Path, recipe: Mapping[str, Any], found: Sequence[Entry]) -> OtherArtifact:
+    graphs = sorted(digest_file(root / str(entry.found.graph)) for entry in found)
+    return OtherArtifact(
+        recipe=recipe,
+        files={name: path for entry in found for name, path in artifact_files(root, entry).items()},
+        statistics={"engine_keys": [entry.key for entry in found]},
+        graph_digest=graphs[0] if len(graphs) == 1 else digest_document(graphs),
+    )
 
 
 def _say(line: str) -> None:

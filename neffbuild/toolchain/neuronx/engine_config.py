@@ -82,6 +82,11 @@ def starts_engine(config: BuildConfig, route: Route) -> bool:
     return route.engine == VLLM_NEURON and config.toolchain.hlo_dir is None
 
 
+def start_of(config: BuildConfig, shape: Shape, route: Route) -> str | None:
+    """Which start a unit comes of, in words; None where its graph comes of none."""
+    return str(row_of(shape)) if starts_engine(config, route) else None
+
+
 def device_need(config: BuildConfig, route: Route) -> str | None:
     """The device beside which a config's units are captured; None where any host does it.
 

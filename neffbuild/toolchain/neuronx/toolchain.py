@@ -31,7 +31,7 @@ from neffbuild.toolchain.base import (
     Unit,
 )
 from neffbuild.toolchain.neuronx.command import compile_command, stated_flags
-from neffbuild.toolchain.neuronx.engine_config import device_need, starts_engine
+from neffbuild.toolchain.neuronx.engine_config import device_need, start_of, starts_engine
 from neffbuild.toolchain.neuronx.hosts import host_fit, neuronx_findings, runtime_refusal
 from neffbuild.toolchain.neuronx.identity import NAME, neuronx_identity
 from neffbuild.toolchain.neuronx.neff import neff_fault
@@ -62,6 +62,9 @@ class NeuronxToolchain:
         window_columns=tile_columns,
         prefill=neuron_prefill,
         replica_groups=True,
+        together=lambda config, shape: start_of(
+            config, shape, route_of(config.toolchain, os.environ)
+        ),
         device_for=lambda config, _: device_need(config, route_of(config.toolchain, os.environ)),
     )
     file_checks: Mapping[str, FileCheck] = MappingProxyType({".neff": neff_fault})
@@ -88,9 +91,9 @@ class NeuronxToolchain:
     def beside(self, unit: Unit) -> Sequence[str]:
         if not starts_engine(unit.config, _route(unit)):
             return ()
-        from neffbuild.toolchain.neuronx.engine_capture import row_keys
+        from neffbuild.toolchain.neuronx.engine_capture import row_keys, row_units
 
-        return row_keys(unit, self.capabilities)
+        return row_keys(unit, row_units(unit, self.capabilities))
 
     def capture(self, unit: Unit) -> Captured:
         # Not `refusal`: what the plan was made with is not all in a worker's environment.
@@ -128,8 +131,7 @@ class NeuronxToolchain:
         if starts:
             from neffbuild.toolchain.neuronx.engine_capture import build, make_start
 
-            start = make_start(unit, self.capabilities)
-            return build(start, scratch, shared, self.beside(unit))
+            return build(make_start(unit, self.capabilities), scratch, shared)
         from neffbuild.toolchain.neuronx.compile import compile_module
 
         command = compile_command(route, recipe, stated_flags(unit.config, os.environ))
