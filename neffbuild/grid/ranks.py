@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from neffbuild.config.errors import ConfigError
 from neffbuild.config.serve import ServeConfig
+from neffbuild.config.values import shown
 from neffbuild.grid.shapes import ALL_RANKS, Shape
 
 COMPONENT_DP_SIZES = (
@@ -21,13 +23,25 @@ def steps_are_synced(serve: ServeConfig) -> bool:
 
     So it is where a program holds a collective across them: with expert parallelism, or with a component
     spread over them. Nothing of a step enters, or ranks could disagree on whether to ask one another.
+    Raises `ConfigError` for a component spread over something other than a number of ranks.
     """
     if serve.data_parallel_size == 1:
         return False
-    options = serve.neuron_config.model_extra or {}
     return serve.enable_expert_parallel or any(
-        int(options.get(name) or 1) > 1 for name in COMPONENT_DP_SIZES
+        _component_ranks(serve, name) > 1 for name in COMPONENT_DP_SIZES
     )
+
+
+def _component_ranks(serve: ServeConfig, name: str) -> int:
+    ranks = (serve.neuron_config.model_extra or {}).get(name)
+    if ranks is None:
+        return 1
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        path = f"serve.additional_config.neuron_config.{name}"
+        raise ConfigError(
+            f"{path} is {shown(ranks)}; allowed: an integer of at least 1", field=path, value=ranks
+        )
+    return ranks
 
 
 def rank_scopes(serve: ServeConfig, *, replica_groups: bool) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from grid_samples import build_config
 
+from neffbuild.config.errors import ConfigError
 from neffbuild.config.serve import AdditionalConfig, NeuronConfig, ServeConfig
 from neffbuild.grid.ranks import COMPONENT_DP_SIZES, rank_scopes, shapes_on_every_rank
 from neffbuild.grid.shapes import ALL_RANKS, DecodeShape, Family, unit_name
@@ -42,6 +43,15 @@ def test_ranks_without_a_collective_across_replicas_share(serve: ServeConfig) ->
 def test_replicas_whose_programs_name_ranks_have_their_own(serve: ServeConfig) -> None:
     assert rank_scopes(serve, replica_groups=True) == ("dp0", "dp1", "dp2")
     assert rank_scopes(serve, replica_groups=False) == (ALL_RANKS,)
+
+
+@pytest.mark.parametrize("value", ["many", 0, -2, True, 1.5, [2], {}])
+def test_a_component_is_spread_over_a_number_of_ranks(value: Any) -> None:
+    serve = serving(neuron={"attention_dp_size": value}, data_parallel_size=2)
+    with pytest.raises(ConfigError, match="allowed: an integer of at least 1") as refused:
+        rank_scopes(serve, replica_groups=True)
+    assert refused.value.field == "serve.additional_config.neuron_config.attention_dp_size"
+    assert refused.value.value == value
 
 
 def test_a_unit_is_named_by_its_shape_and_its_ranks() -> None:

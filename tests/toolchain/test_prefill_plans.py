@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from neffbuild.cli.selection import Selection, part_of
 from neffbuild.config.build import BuildConfig, ToolchainConfig
 from neffbuild.config.errors import ConfigError, MissingUnit
 from neffbuild.config.neuron_engine import neuron_prefill
-from neffbuild.config.serve import AdditionalConfig, NeuronConfig
+from neffbuild.config.serve import AdditionalConfig, NeuronConfig, ServeConfig
 from neffbuild.farm.shards import Shard
 from neffbuild.grid.bucketer import QueryLenSupport
 from neffbuild.runtime.loader import Loader
@@ -212,6 +213,36 @@ def test_what_the_engine_refuses_is_no_plan() -> None:
     assert refused.value.exit_status == 2
     # Other engines take it.
     plan(configured(tiny_build(), enable_prefix_caching=True), Planner(engine="reference"))
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["ep_degree", "attention_dp_size", "on_device_sampling_config", "other"]),
+        st.none() | st.booleans() | st.integers() | st.text(max_size=4) | st.lists(st.integers()),
+    ),
+    st.dictionaries(
+        st.sampled_from(["encoder_neuron_config", "vision_neuron_config", "mm_language_model_only"]),
+        st.none() | st.booleans() | st.text(max_size=4) | st.dictionaries(
+            st.just("num_vision_tokens_buckets"), st.none() | st.integers() | st.lists(st.integers())
+        ),
+    ),
+    st.dictionaries(
+        st.sampled_from(["async_scheduling", "mm_encoder_only", "kv_cache_memory_bytes"]),
+        st.none() | st.booleans() | st.integers() | st.text(max_size=4),
+    ),
+)  # fmt: skip
+def test_whatever_an_option_holds_there_is_a_plan_or_a_refusal(neuron, additional, others) -> None:
+    config = configured(tiny_build(), data_parallel_size=2)
+    lists = config.serve.neuron_config.model_dump(exclude_none=True)
+    serve = ServeConfig(
+        **{
+            **config.serve.model_dump(),
+            "additional_config": {"neuron_config": {**lists, **neuron}, **additional},
+            **others,
+        }
+    )
+    with contextlib.suppress(ConfigError):
+        plan(replace(config, serve=serve))
 
 
 def test_what_the_engine_settles_is_noted() -> None:
