@@ -97,7 +97,7 @@ def _cut(text: str) -> str:
 
 
 def _lines(document: Mapping[str, Any]) -> Iterator[str]:
-    from neffbuild.farm.causes import printable
+    from neffbuild.config.printable import printable
     from neffbuild.report.text import counted, size
 
     header, members = document["header"], document["members"]

@@ -117,7 +117,9 @@ def plan_text(plan: Plan, cache: str, shown: int) -> str:
 
     identity, counts = plan.identity, plan.counts
     versions = ", ".join(f"{tool} {version}" for tool, version in identity.versions.items())
-    lines = [f"{plan.config.model.name}: {identity.name} for {identity.target} ({versions})"]
+    lines = [f"{plan.config.model.name}: {identity.name} for {identity.target}"]
+    if versions:
+        lines[0] += f" ({versions})"
     lines.append(f"cache: {cache}")
     lines += [f"note: {note}" for note in plan.config.notes]
     rows = [

@@ -1,0 +1,118 @@
+"""Plans of the neuronx toolchain, from the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from neuron_project import BLOCKS, NATIVE, REFERENCE, NeuronProject
+
+PROBE = """
+import json, sys
+from neffbuild.cli.main import main
+try:
+    main()
+finally:
+    json.dump(sorted(sys.modules), open("modules.json", "w"))
+"""
+
+
+@pytest.mark.parametrize("toolchain", [NATIVE, REFERENCE], ids=["vllm-neuron", "reference"])
+@pytest.mark.parametrize("command", ["plan", "compile"])
+def test_neither_plan_nor_refusal_imports_torch(
+    project: NeuronProject, toolchain: dict[str, object], command: str
+) -> None:
+    config = project.write(toolchain=toolchain, num_gpu_blocks_override=BLOCKS)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", PROBE, command, config],
+        cwd=project.root,
+        env=project.environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == (0 if command == "plan" else 2), done
+    loaded = {
+        name.partition(".")[0] for name in json.loads((project.root / "modules.json").read_text())
+    }
+    assert "neffbuild" in loaded
+    assert not loaded & {"torch", "numpy", "torch_mlir", "boto3", "ray", "vllm"}
+
+
+def test_a_plan_needs_no_compiler_where_versions_are_pinned(project: NeuronProject) -> None:
+    (project.tools / "neuronx-cc").unlink()
+    config = project.write(toolchain=NATIVE, num_gpu_blocks_override=BLOCKS)
+    plan = project.call("plan", config, "--json").document
+    assert plan["counts"]["unresolved"] == 0
+    assert plan["toolchain"]["versions"] == NATIVE["versions"]
+
+
+def test_the_compiler_on_path_is_asked_where_it_is_not_pinned(project: NeuronProject) -> None:
+    versions = {tool: v for tool, v in NATIVE["versions"].items() if tool != "neuronx-cc"}
+    config = project.write(
+        toolchain={**NATIVE, "versions": versions}, num_gpu_blocks_override=BLOCKS
+    )
+    pinned = project.write("pinned.yaml", toolchain=NATIVE, num_gpu_blocks_override=BLOCKS)
+    assert project.keys(config) == project.keys(pinned)
+    project.environment["PATH"] = "/usr/bin:/bin"
+    unresolved = project.call("plan", config, "--json").document
+    assert unresolved["counts"]["unresolved"] == unresolved["counts"]["units"]
+    assert "pin toolchain.versions.neuronx-cc" in unresolved["units"][0]["reason"]
+    bare = project.write("bare.yaml", toolchain={"name": "neuronx", "target": "trn2"})
+    assert project.call("plan", bare).out.startswith("model: neuronx for trn2\n")
+
+
+def test_the_same_build_has_the_same_keys_in_another_environment(project: NeuronProject) -> None:
+    config = project.write(
+        toolchain={**NATIVE, "flags": ["-O1", "--auto-cast", "all"]}, num_gpu_blocks_override=BLOCKS
+    )
+    other = project.write("other.yaml", toolchain=NATIVE, num_gpu_blocks_override=BLOCKS)
+    said = {"NEURON_CC_FLAGS": "--auto-cast=all", "NEURON_COMPILER_OPT_LEVEL": "-O1"}
+    assert project.keys(config) == project.keys(other, env=said)
+    assert project.keys(config) != project.keys(other)
+
+
+def test_a_contradiction_is_a_mistake_of_the_config(project: NeuronProject) -> None:
+    config = project.write(toolchain=NATIVE, num_gpu_blocks_override=BLOCKS)
+    ran = project.run("plan", config, "--json", env={"NEURON_PLATFORM_TARGET_OVERRIDE": "trn1"})
+    assert ran.status == 2
+    assert ran.error["field"] == "toolchain.target"
+    assert "NEURON_PLATFORM_TARGET_OVERRIDE says trn1" in ran.error["message"]
+
+
+def test_doctor_says_what_is_missing(project: NeuronProject) -> None:
+    def findings() -> dict[str, dict[str, object]]:
+        toolchains = project.call("doctor", "--json").document["toolchains"]
+        (found,) = (one for one in toolchains if one["name"] == "neuronx")
+        assert found["ok"] is found["findings"][0]["ok"]
+        return {one["subject"]: one for one in found["findings"]}
+
+    found = findings()["neuronx-cc"]
+    assert found["ok"]
+    assert str(found["detail"]).startswith("2.28.7631.0, ")
+    (project.tools / "neuronx-cc").unlink()
+    found = findings()["neuronx-cc"]
+    assert not found["ok"]
+    assert found["detail"] == "not on PATH"
+
+
+def test_long_compiles_are_expected_to_be_long(project: NeuronProject) -> None:
+    """From what was published: 46 seconds to 30 minutes, 10.6 to 30 GB, the longest first."""
+    from neffbuild.config.load import load_config
+    from neffbuild.grid.shapes import DecodeShape, Family, PrefillShape
+    from neffbuild.toolchain.neuronx import NeuronxToolchain
+
+    config = load_config(project.root / project.write(toolchain=REFERENCE))
+    shapes = [
+        DecodeShape(Family.TARGET, 1, 1, 128),
+        DecodeShape(Family.TARGET, 8, 1, 4096),
+        PrefillShape(Family.PREFILL, 2048, 2048),
+    ]
+    expected = [NeuronxToolchain().prior(config, shape) for shape in shapes]
+    seconds = [one.seconds for one in expected]
+    memory = [one.memory_bytes for one in expected]
+    assert seconds == sorted(seconds)
+    assert (seconds[0], seconds[-1]) == (46.0, 1800.0)
+    assert (min(memory), max(memory)) == (int(10.6e9), int(30e9))
