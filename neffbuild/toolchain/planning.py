@@ -26,8 +26,9 @@ OWN_ENGINE = "reference"
 def plan_config(config: BuildConfig, toolchain: Toolchain, store: Store) -> Plan:
     """Every shape of the config with its key and what `store` has of it.
 
-    Raises `ConfigError` for a config the toolchain cannot even plan (`ToolchainRefusal` where it would
-    have to speculate over state it cannot roll back), `StoreError` when the store cannot be read.
+    Raises `ConfigError` for a config the toolchain cannot even plan or its engine would not start with
+    (`ToolchainRefusal` where it would have to speculate over state it cannot roll back), `StoreError`
+    when the store cannot be read.
     """
     return plan_with(config, toolchain, lambda keys: stored_keys(store, keys))
 
@@ -68,7 +69,8 @@ def plan_with(config: BuildConfig, toolchain: Toolchain, stored: StoredKeys) -> 
 
 
 def require_buckets(config: BuildConfig, toolchain: Toolchain) -> None:
-    """Raises `ToolchainRefusal` for a config whose steps are not dispatched onto buckets."""
+    """Raises `ToolchainRefusal` for a config whose steps are not dispatched onto buckets, `ConfigError` for
+    one of a worker that only prefills."""
     identity = toolchain.identity(config)
     if identity.symbolic_shapes:
         raise ToolchainRefusal(
