@@ -73,16 +73,16 @@ def tail_trim(
     `full_columns` wide; blocks before the window may be null blocks. Rows beyond it become null blocks at
     offset 0. Raises as `head_trim` does.
     """
-    table, offset = trimmed
     _check_fits(full, trimmed, full_columns)
+    table, offset = (tensor.numpy() for tensor in trimmed)
     rows, columns = full.shape[0], table.shape[1]
     seen_from = np.maximum(starts - window + 1, 0)
     first = np.minimum(seen_from // block_size, full_columns - columns)
-    taken = torch.from_numpy(first[:, None] + np.arange(columns))
-    table[:rows].copy_(full.gather(1, taken))
-    table[rows:].fill_(NULL_BLOCK)
-    offset[:rows].copy_(torch.from_numpy(first * block_size))
-    offset[rows:].zero_()
+    taken = first[:, None] + np.arange(columns)
+    table[:rows] = np.take_along_axis(full.numpy(), taken, axis=1)
+    table[rows:] = NULL_BLOCK
+    offset[:rows] = first * block_size
+    offset[rows:] = 0
 
 
 def _check_fits(full: Tensor, trimmed: TrimmedBlockTable, columns: int) -> None:
