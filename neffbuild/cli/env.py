@@ -121,6 +121,7 @@ def _printable(path: Path) -> Path:
 def _check(config: BuildConfig, compile_cache: Path) -> tuple[Filled, str | None]:
     """How far the cache is filled, and with the entries of which manifest it was compared."""
     from neffbuild.cache.catalog import read_manifest
+    from neffbuild.cache.layouts.exporting import places_of
     from neffbuild.cache.layouts.filled import filled
     from neffbuild.cache.layouts.vllm_neuron import VllmNeuron
     from neffbuild.cache.recipe import config_digest
@@ -129,8 +130,9 @@ def _check(config: BuildConfig, compile_cache: Path) -> tuple[Filled, str | None
     store = options.local_store(config)
     digest = read_pointer(store, config_digest(config))
     manifest = read_manifest(store, digest) if digest else None
-    entries = manifest.entries if manifest else None
-    return filled(VllmNeuron(), compile_cache, entries), digest if manifest else None
+    layout = VllmNeuron()
+    entries = manifest.entries if manifest and places_of(layout, manifest.entries) else None
+    return filled(layout, compile_cache, entries), digest if entries else None
 
 
 def _check_document(checked: Filled, manifest: str | None) -> dict[str, Any]:
@@ -159,7 +161,7 @@ def _text(route: str, version: str, settings: tuple[Setting, ...]) -> str:
 
 
 def _remark(checked: Filled, manifest: str | None, compile_cache: Path) -> None:
-    against = f"what manifest {manifest[:12]} has" if manifest else "no manifest of this config"
+    against = f"what manifest {manifest[:12]} has" if manifest else "no manifest"
     for one in checked.lacking[:_SHOWN]:
         output.remark(f"neffbuild: {one.place}: {one.state.value}, {one.reason}")
     if len(checked.lacking) > _SHOWN:

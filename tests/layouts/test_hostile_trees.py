@@ -148,6 +148,23 @@ def test_a_file_that_changes_while_it_is_read_is_not_taken(
     assert len(result.entries) == 1
 
 
+def test_a_file_that_was_exchanged_after_it_was_judged_is_not_taken(
+    fleet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same size, and whole by itself."""
+    record = Tree.record
+
+    def exchange(tree: Tree, file: trees.TreeFile) -> object:
+        if file.name.endswith(f"{key_of(0)}/fxgraph.txt"):
+            path = fleet / file.name
+            path.write_bytes(path.read_bytes()[::-1])
+        return record(tree, file)
+
+    monkeypatch.setattr(Tree, "record", exchange)
+    states = {one.place: one.state for one in adopted(fleet, tmp_path / "store").found}
+    assert states == {key_of(0): State.INCOMPLETE, key_of(1): State.COMPLETE}
+
+
 def test_a_folder_swapped_for_a_link_between_looking_and_opening(
     fleet: Path, tmp_path: Path
 ) -> None:
