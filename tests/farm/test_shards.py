@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from neffbuild.config.errors import ConfigError
-from neffbuild.farm.shards import Shard, parse_shard, shard_members
+from neffbuild.farm.shards import Shard, parse_shard, shard_members, shard_of_groups
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import bench_shards as bench
@@ -29,6 +29,23 @@ def parts(seconds: list[float], count: int) -> list[list[int]]:
 @given(seconds=SECONDS, count=COUNTS)
 def test_every_unit_is_in_exactly_one_shard(seconds: list[float], count: int) -> None:
     assert sorted(chain.from_iterable(parts(seconds, count))) == list(range(len(seconds)))
+
+
+@given(
+    units=st.lists(st.tuples(st.floats(0, 1e5), st.sampled_from([None, "a", "b"]))), count=COUNTS
+)
+def test_units_of_one_compile_are_in_one_shard(
+    units: list[tuple[float, str | None]], count: int
+) -> None:
+    seconds, groups = [one[0] for one in units], [one[1] for one in units]
+    cut = [shard_of_groups(seconds, groups, Shard(index, count)) for index in range(1, count + 1)]
+    assert sorted(chain.from_iterable(cut)) == list(range(len(units)))
+    for group in ("a", "b"):
+        assert sum(any(groups[place] == group for place in part) for part in cut) <= 1
+    alone = [
+        shard_of_groups(seconds, [None] * len(units), Shard(index, count)) for index in (1, count)
+    ]
+    assert alone == [parts(seconds, count)[0], parts(seconds, count)[-1]]
 
 
 @given(seconds=SECONDS, count=COUNTS)

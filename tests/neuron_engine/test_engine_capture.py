@@ -136,6 +136,17 @@ def test_the_second_unit_of_a_row_compiles_only_what_is_its_own(project: EngineP
     assert project.compiles() == 3
 
 
+def test_units_of_a_row_wait_for_the_one_that_makes_them(project: EngineProject) -> None:
+    project.order(seconds=1)
+    config = project.configure(farm={"workers": 2, "memory": 1 << 28})
+    ran = project.run("compile", config, "--json", "--only", "decode_b1_*")
+    assert outcomes(ran) == {"decode_b1_ctx1024": "cached", "decode_b1_ctx4096": "built"}
+    assert len(project.starts()) == 1
+    # One compile made both.
+    seconds = {entry["statistics"]["compile_seconds"] for entry in project.entries().values()}
+    assert len(seconds) == 1
+
+
 def test_a_graph_that_fails_costs_its_own_unit_alone(project: EngineProject) -> None:
     project.order(fails=[graph_name(2, 1024)])
     ran = project.run("compile", project.configure(), "--json")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from engine_project import EngineProject
+from engine_project import UNITS, EngineProject
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -242,6 +242,24 @@ def test_what_cannot_be_started_is_refused_with_the_reason(
     assert compiled.status == 2
     assert said in compiled.error["message"]
     assert project.starts() == []
+
+
+def test_torch_neuronx_is_no_engine_and_why(project: EngineProject) -> None:
+    config = project.configure(toolchain={"engine": "torch-neuronx", "route": "native"})
+    ran = project.call("plan", config, "--json")
+    assert ran.status == 2
+    assert "little more than the name is published" in ran.error["message"]
+
+
+def test_a_shard_has_whole_rows(project: EngineProject) -> None:
+    config = project.configure()
+    parts = []
+    for number in range(1, 5):
+        ran = project.call("plan", config, "--json", "--shard", f"{number}/4")
+        parts.append([unit["bucket_name"] for unit in ran.document["units"]])
+    assert sorted(name for part in parts for name in part) == UNITS
+    rows = [{name.partition("_ctx")[0] for name in part} for part in parts]
+    assert sorted(len(row) for row in rows) == [0, 1, 1, 1]
 
 
 def test_recurrent_state_is_refused() -> None:

@@ -20,6 +20,7 @@ NATIVE = "native"
 XLA = "xla"
 VLLM_NEURON = "vllm-neuron"
 REFERENCE = "reference"
+TORCH_NEURONX = "torch-neuronx"
 COMPILER = "neuronx-cc"
 BACKEND = "VLLM_NEURON_BACKEND"
 
@@ -93,6 +94,14 @@ def route_of(toolchain: ToolchainConfig, environment: Mapping[str, str]) -> Rout
     where the environment has vLLM Neuron take the other route.
     """
     name, engine = toolchain.route or NATIVE, toolchain.engine or VLLM_NEURON
+    if engine == TORCH_NEURONX:
+        raise ConfigError(
+            "graphs cannot be captured through torch-neuronx: of its compile-only mode little more than the "
+            f"name is published; allowed: {VLLM_NEURON}, {REFERENCE}",
+            field="toolchain.engine",
+            value=engine,
+            hint="take over what it has compiled: neffbuild import DIR --layout torch-neuronx",
+        )
     for field, value, allowed in (
         ("route", name, (NATIVE, XLA)),
         ("engine", engine, (VLLM_NEURON, REFERENCE)),
