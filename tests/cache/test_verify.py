@@ -176,6 +176,7 @@ class TestTags:
     def test_each_document_is_read_once(
         self, remote: DirectoryStore, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        # Tag, index, manifest and provenance.
         asked: list[str] = []
         read = DirectoryStore.read
 
@@ -185,7 +186,7 @@ class TestTags:
 
         monkeypatch.setattr(DirectoryStore, "read", note)
         assert verify_store(remote, ANYONE).ok
-        assert len(asked) == len(set(asked)) == 3
+        assert len(asked) == len(set(asked)) == 4
 
     def test_only_what_the_tag_names_is_checked(
         self, store: DirectoryStore, remote: DirectoryStore, tmp_path: Path
