@@ -119,7 +119,7 @@ def adoption_document(source: str, taken: TakenOver) -> dict[str, Any]:
 
 def adoption_text(source: str, taken: TakenOver) -> str:
     """The same for a person: what is not taken over with its reason, then sums."""
-    from neffbuild.report.text import counted, size
+    from neffbuild.report.text import size
 
     adopted = taken.adopted
     lines = [
@@ -137,7 +137,7 @@ def adoption_text(source: str, taken: TakenOver) -> str:
     there = sum(len(part.entries) for part in taken.parts) - new
     copied = sum(part.bytes_copied for part in taken.parts)
     lines.append(
-        f"took over {counted(new, 'unit')} ({size(copied)} copied)"
+        f"took over {new} {'entry' if new == 1 else 'entries'} ({size(copied)} copied)"
         + (f"; {there} were here already" if there else "")
     )
     if taken.manifest is None:

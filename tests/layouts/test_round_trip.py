@@ -193,10 +193,10 @@ def test_without_a_config_nothing_names_them_and_that_is_said(
     foreign.vllm_entry(tmp_path / "fleet", 1)
     ran = project.call("import", str(tmp_path / "fleet"), "--layout", "vllm-neuron")
     assert ran.status == 0
-    assert "took over 1 unit" in ran.out
+    assert "took over 1 entry (" in ran.out
     assert "--config CONFIG" in ran.out
     again = project.call("import", str(tmp_path / "fleet"), "--layout", "vllm-neuron")
-    assert "took over 0 units (0 B copied); 1 were here already" in again.out
+    assert "took over 0 entries (0 B copied); 1 were here already" in again.out
 
 
 def test_the_native_route_is_carried_and_called_unverified(
