@@ -207,7 +207,7 @@ def next_larger(shape: DecodeShape, available: Iterable[DecodeShape]) -> DecodeS
 def step_state(bucketer: Bucketer, step: Step) -> StepState:
     """What one rank contributes to the choice of shapes."""
     rows = step.rows
-    decoding = [row for row in rows if is_decode_row(row)]
+    decoding = list(filter(is_decode_row, rows))
     n = max([row.num_computed_tokens for row in decoding], default=0)
     holds_prefill = int(len(decoding) < len(rows))
     if not bucketer.num_speculative_tokens:

@@ -213,7 +213,10 @@ class Dispatcher:
         width = ids.shape[1]
         # Every row of a uniform program is as wide as the program; what it is wider than its own tokens
         # holds placeholders, whose keys and values the next steps overwrite.
-        query_lens = [width if self._uniform else 1 + drafts for drafts in verified]
+        query_lens = np.full(rows, width, dtype=np.int32)
+        if width > 1 and not self._uniform:
+            query_lens[:] = verified
+            query_lens += 1
         if width > 1:
             drafts = batch.draft_token_ids
             given = 0 if drafts is None else min(drafts.shape[1], width - 1)
@@ -222,7 +225,7 @@ class Dispatcher:
             ids[:, 1 + given :] = 0
         program.buffers.place(
             np.array([row.num_computed_tokens for row in batch.rows], dtype=np.int64),
-            np.array(query_lens, dtype=np.int32),
+            query_lens,
             batch.block_table,
             batch.window_block_table,
         )
