@@ -47,6 +47,7 @@ test-neuron:
 
 bench-vllm: $(VENV)-vllm/.installed
 	$(VLLM_BIN)/python benchmarks/bench_vllm_start.py
+	$(VLLM_BIN)/python benchmarks/bench_select.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
