@@ -142,8 +142,10 @@ class ModelConfig:
             if isinstance(first, bool) or not isinstance(first, int) or first < 0:
                 raise self._malformed("max_window_layers", "an integer from 0")
             return tuple(window if layer >= first else None for layer in range(layers))
-        if not isinstance(types, list) or len(types) != layers:
+        # Some publish the types of further layers, which predict more than one token, behind them.
+        if not isinstance(types, list) or len(types) < layers:
             raise self._malformed("layer_types", f"a list of {layers} names, one for each layer")
+        types = types[:layers]
         if window is None and SLIDING_ATTENTION in types:
             raise ConfigError(
                 f"config.json of model {self.name}: layer_types names {SLIDING_ATTENTION}, and it states no "

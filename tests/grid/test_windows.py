@@ -43,6 +43,7 @@ def windowed(architecture=MIXED, *, support=QueryLenSupport.VARLEN, draft=None, 
         ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 8)),
         ({"sliding_window": 8, "max_window_layers": 28}, (None,) * 4),
         (MIXED, (None, 1024, 1024, 1024)),
+        (MIXED | {"layer_types": MIXED["layer_types"] * 2}, (None, 1024, 1024, 1024)),
         ({"sliding_window": 8, "layer_types": ["full_attention"] * 4}, (None,) * 4),
     ],
 )  # fmt: skip
