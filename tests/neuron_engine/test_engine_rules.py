@@ -34,6 +34,7 @@ BY_XLA = base64.b64decode(
 )
 BLOCKS = 600
 LAYERS, DRAFT_LAYERS = 8, 1
+WINDOW = 1024
 
 
 def build_config(
@@ -42,14 +43,16 @@ def build_config(
     contexts: tuple[int, ...] | None = (1024,),
     block_size: int = 32,
     spec_tokens: int = 0,
-    window: int | None = None,
+    windows: str = "none",
     **serve: Any,
 ) -> BuildConfig:
-    windows = {
-        "sliding_window": window,
-        "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2),
+    kinds = {
+        "none": {},
+        "half": {"layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)},
+        "all": {"layer_types": ["sliding_attention"] * LAYERS},
     }
-    model = {"num_hidden_layers": LAYERS, **(windows if window else {})}
+    window = {"sliding_window": WINDOW} if windows != "none" else {}
+    model = {"num_hidden_layers": LAYERS, **window, **kinds[windows]}
     speculation = (
         SpeculativeConfig(method="eagle3", model="draft", num_speculative_tokens=spec_tokens)
         if spec_tokens
@@ -89,6 +92,8 @@ def taken(shape: Shape, units: RowUnits, config: BuildConfig, tensors: int) -> l
         (mark.num_seqs + 1,),
         *((mark.num_seqs, width) for width in mark.tables or {128}),
     ]
+    # Matrices with other numbers of rows are no block tables.
+    integers += [(mark.num_seqs + 2, width) for _, other in units.units for width in other.tables]
     if isinstance(shape, PrefillShape):
         integers.append((1, 1))
     pool = (2, BLOCKS, 1, 32, 16)
@@ -104,7 +109,7 @@ def taken(shape: Shape, units: RowUnits, config: BuildConfig, tensors: int) -> l
     contexts=st.sets(st.integers(1, 31), max_size=5),
     block_size=st.sampled_from([16, 32, 128, 256]),
     spec_tokens=st.integers(0, 6),
-    window=st.sampled_from([None, 1024]),
+    windows=st.sampled_from(["none", "half", "all"]),
     tensors=st.sampled_from([1, 2]),
     data=st.data(),
 )
@@ -113,7 +118,7 @@ def test_a_graph_is_of_the_unit_that_takes_what_it_takes(
     contexts: set[int],
     block_size: int,
     spec_tokens: int,
-    window: int | None,
+    windows: str,
     tensors: int,
     data: st.DataObject,
 ) -> None:
@@ -122,7 +127,7 @@ def test_a_graph_is_of_the_unit_that_takes_what_it_takes(
         contexts=tuple(sorted(128 * context for context in contexts)) or None,
         block_size=block_size,
         spec_tokens=spec_tokens,
-        window=window,
+        windows=windows,
     )
     row = data.draw(st.sampled_from([Row(None), *map(Row, sorted(rows))]))
     units = row_units(config, row)
@@ -134,6 +139,30 @@ def test_a_graph_is_of_the_unit_that_takes_what_it_takes(
         for other in found:
             # Told apart wherever what they take differs, but for a row of two tokens and its offsets.
             assert marks[other] == mark or {marks[other].tokens, mark.tokens} == {1, 2}
+
+
+def test_what_cannot_be_told_apart_is_not_guessed() -> None:
+    def found(config: BuildConfig, inputs: GraphInputs) -> set[str]:
+        units = row_units(config, Row(1))
+        return {shape.bucket_name for shape in fitting(inputs, units.units)}
+
+    # Two tokens with a draft, or one token and the two offsets of its query.
+    twofold = build_config(contexts=(1024,), spec_tokens=1)
+    assert found(twofold, GraphInputs(frozenset({1, 2}), frozenset({(1, 32)}), LAYERS)) == {
+        "decode_b1_s1_ctx1024",
+        "decode_b1_s2_ctx1024",
+    }
+    # A window's table is as wide as that of the context of 1152, which has but one table.
+    config = build_config(contexts=(1152, 2048), windows="half")
+    tables = frozenset({(1, 36), (1, 64)})
+    assert found(config, GraphInputs(frozenset({1, 2}), tables, LAYERS)) == {"decode_b1_ctx2048"}
+    # With windows alone, contexts beyond them have one program.
+    config = build_config(contexts=(512, 2048), windows="all")
+    tables = frozenset({(1, 36)})
+    assert found(config, GraphInputs(frozenset({1, 2}), tables, LAYERS)) == {
+        "decode_b1_ctx2048",
+        "decode_b1_ctx4096",
+    }
 
 
 def test_names_tell_more_than_shapes() -> None:
