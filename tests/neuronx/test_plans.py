@@ -116,3 +116,25 @@ def test_long_compiles_are_expected_to_be_long(project: NeuronProject) -> None:
     assert seconds == sorted(seconds)
     assert (seconds[0], seconds[-1]) == (46.0, 1800.0)
     assert (min(memory), max(memory)) == (int(10.6e9), int(30e9))
+
+
+@pytest.mark.parametrize(
+    ("serve", "why"),
+    [
+        ({"tensor_parallel_size": 2}, "one rank only: tensor_parallel_size is 2"),
+        ({"quantization": "fp8"}, "unquantised models only: quantization is 'fp8'"),
+        ({"dtype": "float16"}, "runs float32 and bfloat16 models: dtype is 'float16'"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+            "speculates by eagle3 with a draft model only",
+        ),
+    ],
+)
+def test_what_the_reference_decoder_does_not_compute_is_planned_and_refused(
+    project: NeuronProject, serve: dict[str, object], why: str
+) -> None:
+    config = project.write(toolchain=REFERENCE, **serve)
+    plan = project.call("plan", config, "--json")
+    assert plan.status == 0
+    assert why in plan.document["refusal"]
+    assert why in project.call("compile", config, "--json").error["message"]

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import platform
 
-from neffbuild.cache.serve_options import auxiliary_layers
 from neffbuild.config.build import BuildConfig
 from neffbuild.config.errors import ConfigError
 from neffbuild.grid.shapes import DecodeShape, Shape, SymbolicShape
-from neffbuild.models.architecture import SUPPORTED_DTYPES, LlamaArchitecture
-from neffbuild.models.eagle3_architecture import Eagle3Architecture
 from neffbuild.toolchain.inductor.engines import VLLM
 from neffbuild.toolchain.inductor.identity import (
     inductor_identity,
@@ -17,60 +14,19 @@ from neffbuild.toolchain.inductor.identity import (
     version_mismatches,
 )
 from neffbuild.toolchain.inductor.vllm_engine import engine_refusal, kernels_refusal
-
-_PARALLEL_SIZES = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "decode_context_parallel_size",
-)
-METHOD = "eagle3"
-# Under these a draft's programs are other ones.
-_DRAFT_VARIATIONS = ("quantization", "parallel_drafting", "kv_cache_dtype")
+from neffbuild.toolchain.reference import decoder_refusal
 
 
 def config_refusal(config: BuildConfig) -> str | None:
     """Why no unit of the config can be built on any host."""
     if config.toolchain.engine == VLLM:
         return engine_refusal(config)
-    serve = config.serve
-    for name in _PARALLEL_SIZES:
-        if (size := getattr(serve, name)) > 1:
-            return f"inductor builds for one rank only: {name} is {size}, set it to 1"
-    if serve.quantization is not None:
-        return f"inductor builds unquantised models only: quantization is {serve.quantization!r}"
-    if serve.kv_cache_dtype not in ("auto", serve.dtype):
-        return (
-            f"inductor keeps the KV cache in the model's dtype: kv_cache_dtype is "
-            f"{serve.kv_cache_dtype!r}, set it to 'auto'"
-        )
-    if serve.dtype not in SUPPORTED_DTYPES:
-        return f"inductor builds {' and '.join(SUPPORTED_DTYPES)} models: dtype is {serve.dtype!r}"
+    if reason := decoder_refusal(config):
+        return reason
     try:
-        target = LlamaArchitecture.from_config(config.model.architecture)
         inductor_identity(config)
-        return _speculation_refusal(config, target)
     except ConfigError as error:
         return error.message
-
-
-def _speculation_refusal(config: BuildConfig, target: LlamaArchitecture) -> str | None:
-    """Raises `ConfigError` for a draft that the reference model does not compute."""
-    speculation = config.serve.speculative_config
-    if speculation is None:
-        return None
-    if speculation.method != METHOD or config.draft_model is None:
-        return (
-            f"inductor builds speculation by {METHOD} with a draft model only: "
-            f"speculative_config.method is {speculation.method!r}"
-        )
-    for name in _DRAFT_VARIATIONS:
-        if value := (speculation.model_extra or {}).get(name):
-            return (
-                f"inductor has no draft with speculative_config.{name}: it is {value!r}, unset it"
-            )
-    Eagle3Architecture.from_configs(
-        config.draft_model.architecture, target, auxiliary_layers(config) or ()
-    )
     return None
 
 

@@ -16,12 +16,7 @@ from neffbuild.toolchain.neuronx.versions import (
     planned_versions,
     version_mismatches,
 )
-
-_PARALLEL_SIZES = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "decode_context_parallel_size",
-)
+from neffbuild.toolchain.reference import decoder_refusal
 
 
 def config_refusal(config: BuildConfig) -> str | None:
@@ -64,11 +59,8 @@ def graph_refusal(config: BuildConfig, route: Route) -> str | None:
 
 
 def _reference_refusal(config: BuildConfig) -> str | None:
-    for name in _PARALLEL_SIZES:
-        if (size := getattr(config.serve, name)) > 1:
-            return (
-                f"the reference decoder is built for one rank only: {name} is {size}, set it to 1"
-            )
+    if reason := decoder_refusal(config):
+        return reason
     if config.toolchain.hlo_dir is not None:
         return (
             "toolchain.hlo_dir holds graphs of vLLM Neuron's, and toolchain.engine is "
