@@ -125,7 +125,13 @@ def test_long_compiles_are_expected_to_be_long(project: NeuronProject) -> None:
         ({"quantization": "fp8"}, "unquantised models only: quantization is 'fp8'"),
         ({"dtype": "float16"}, "runs float32 and bfloat16 models: dtype is 'float16'"),
         (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+            {
+                "speculative_config": {
+                    "method": "dflash",
+                    "model": "draft",
+                    "num_speculative_tokens": 3,
+                }
+            },
             "speculates by eagle3 with a draft model only",
         ),
     ],
