@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from cli_samples import EAGLE3
 from neuron_project import BLOCKS, NATIVE, REFERENCE, NeuronProject
 
 PROBE = """
@@ -125,14 +126,8 @@ def test_long_compiles_are_expected_to_be_long(project: NeuronProject) -> None:
         ({"quantization": "fp8"}, "unquantised models only: quantization is 'fp8'"),
         ({"dtype": "float16"}, "runs float32 and bfloat16 models: dtype is 'float16'"),
         (
-            {
-                "speculative_config": {
-                    "method": "dflash",
-                    "model": "draft",
-                    "num_speculative_tokens": 3,
-                }
-            },
-            "speculates by eagle3 with a draft model only",
+            {"speculative_config": {**EAGLE3, "quantization": "fp8"}},
+            "has no draft with speculative_config.quantization: it is 'fp8'",
         ),
     ],
 )
