@@ -121,7 +121,7 @@ def _printable(path: Path) -> Path:
 def _check(config: BuildConfig, compile_cache: Path) -> tuple[Filled, str | None]:
     """How far the cache is filled, and with the entries of which manifest it was compared."""
     from neffbuild.cache.catalog import read_manifest
-    from neffbuild.cache.layouts.exporting import places_of
+    from neffbuild.cache.layouts.candidates import places_of
     from neffbuild.cache.layouts.filled import filled
     from neffbuild.cache.layouts.vllm_neuron import VllmNeuron
     from neffbuild.cache.recipe import config_digest

@@ -111,7 +111,7 @@ def hand_out_manifest(
 ) -> HandedOut:
     """Write what a manifest has for a layout into an engine's cache. Raises `UnitsIncomplete` where that is
     nothing, and as `hand_out` does."""
-    from neffbuild.cache.layouts.exporting import places_of
+    from neffbuild.cache.layouts.candidates import places_of
     from neffbuild.cache.layouts.handing_out import hand_out
     from neffbuild.cache.layouts.kernels import NKI_ROOT
     from neffbuild.cli.transfer import progress_line

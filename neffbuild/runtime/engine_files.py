@@ -15,9 +15,10 @@ from pathlib import Path
 
 from neffbuild.cache.directory import DirectoryStore
 from neffbuild.cache.entry import FileRecord
+from neffbuild.cache.layouts.candidates import places_of
 from neffbuild.cache.layouts.engine_root import compile_cache
-from neffbuild.cache.layouts.exporting import Outcome, places_of
 from neffbuild.cache.layouts.handing_out import hand_out
+from neffbuild.cache.layouts.placed import Outcome
 from neffbuild.cache.layouts.vllm_neuron import VllmNeuron
 from neffbuild.cache.manifest import Manifest
 from neffbuild.config.errors import NeffbuildError

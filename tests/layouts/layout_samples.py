@@ -8,9 +8,10 @@ from pathlib import Path
 from neffbuild.cache.directory import DirectoryStore
 from neffbuild.cache.entry import Entry
 from neffbuild.cache.layouts.adopting import Adopted, adopt
-from neffbuild.cache.layouts.exporting import Exported, export
+from neffbuild.cache.layouts.exporting import export
 from neffbuild.cache.layouts.known import layout_named
 from neffbuild.cache.layouts.layout import Found
+from neffbuild.cache.layouts.placed import Exported
 from neffbuild.cache.layouts.tree import Tree
 
 

@@ -24,9 +24,9 @@ from neffbuild.cache.catalog import commit_entry, record_files
 from neffbuild.cache.directory import DirectoryStore
 from neffbuild.cache.entry import Entry
 from neffbuild.cache.layouts.adopting import Adopted
-from neffbuild.cache.layouts.exporting import Outcome
 from neffbuild.cache.layouts.handing_out import hand_out
 from neffbuild.cache.layouts.known import layout_named
+from neffbuild.cache.layouts.placed import Outcome
 from neffbuild.config.errors import IntegrityError, StoreError
 
 

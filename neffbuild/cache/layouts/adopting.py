@@ -13,9 +13,10 @@ from types import MappingProxyType
 
 from neffbuild.cache.canonical import digest_document
 from neffbuild.cache.catalog import Hit, entry_name, read_entry
-from neffbuild.cache.copying import Progress, write_entries
+from neffbuild.cache.copying import WORKERS, Progress, in_parallel, write_entries
 from neffbuild.cache.directory import DirectoryStore
 from neffbuild.cache.entry import Entry, FileRecord
+from neffbuild.cache.layouts.counted import Counted
 from neffbuild.cache.layouts.layout import Found, Layout, State, entry_file
 from neffbuild.cache.layouts.tree import Tree, TreeFile, Unsafe
 from neffbuild.cache.lease import leased
@@ -75,36 +76,38 @@ class _Adopting:
         self._store = store
         self._checks = checks
         self._progress = progress
+        self._counted = Counted(None, 0)
         self._blobs: set[str] = set()
-        self._copied = 0
-        self._seen = 0
+        self._taken: dict[str, tuple[Entry, bool]] = {}
+        self._faults: dict[str, str] = {}
 
     def run(self) -> Adopted:
         self._tree.require()
-        found: list[Found] = []
-        entries: dict[str, Entry] = {}
-        imported: set[str] = set()
-        for one in examined(self._layout, self._tree):
-            judged = one
-            if one.recipe is not None:
-                try:
-                    entry, is_new = self._take(one)
-                except (Unsafe, IntegrityError, OSError) as error:
-                    reason = str(error)
-                    judged = replace(one, state=State.INCOMPLETE, reason=reason, recipe=None)
-                else:
-                    entries[entry.key] = entry
-                    if is_new:
-                        imported.add(entry.key)
-            found.append(judged)
+        found = list(examined(self._layout, self._tree))
+        whole = [one for one in found if one.recipe is not None]
+        sizes = (file.size for one in whole for file in one.files.values())
+        self._counted = Counted(self._progress, sum(sizes))
+        in_parallel(self._try, whole, WORKERS)
         return Adopted(
-            tuple(found),
-            entries,
-            frozenset(imported),
+            tuple(self._judged_again(one) for one in found),
+            {entry.key: entry for entry, _ in self._taken.values()},
+            frozenset(entry.key for entry, is_new in self._taken.values() if is_new),
             tuple(_strays(self._layout, self._tree)),
             len(self._blobs),
-            self._copied,
+            self._counted.done,
         )
+
+    def _try(self, one: Found) -> None:
+        try:
+            self._taken[one.place] = self._take(one)
+        except (Unsafe, IntegrityError, OSError) as error:
+            self._faults[one.place] = str(error)
+
+    def _judged_again(self, one: Found) -> Found:
+        fault = self._faults.get(one.place)
+        if fault is None:
+            return one
+        return replace(one, state=State.INCOMPLETE, reason=fault, recipe=None)
 
     def _take(self, one: Found) -> tuple[Entry, bool]:
         assert one.recipe is not None
@@ -152,9 +155,7 @@ class _Adopting:
             return
         self._store.receive_blob(record.digest, record.size, record.mode, tree.source(file))
         self._blobs.add(record.digest)
-        self._copied += record.size
-        if self._progress is not None:
-            self._progress(self._copied, self._copied)
+        self._counted.add(record.size)
 
 
 def examined(layout: Layout, tree: Tree) -> Iterator[Found]:

@@ -12,83 +12,24 @@ import errno
 import os
 import re
 import socket
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from neffbuild.cache import files, filesystem
-from neffbuild.cache.canonical import digest_document
-from neffbuild.cache.copying import Progress
+from neffbuild.cache.copying import WORKERS, Progress, in_parallel
 from neffbuild.cache.directory import DirectoryStore
-from neffbuild.cache.entry import Entry, FileRecord
+from neffbuild.cache.entry import Entry
 from neffbuild.cache.layouts.adopting import judged
-from neffbuild.cache.layouts.layout import Layout, PlaceLocked, State, layout_file
+from neffbuild.cache.layouts.candidates import Candidate, places_of
+from neffbuild.cache.layouts.counted import Counted
+from neffbuild.cache.layouts.layout import Layout, PlaceLocked, State
+from neffbuild.cache.layouts.placed import Exported, Outcome, Placed
 from neffbuild.cache.layouts.tree import Tree, Unsafe
 
 _STAGING = re.compile(r"\.neffbuild-(.+)-(\d+)-[0-9a-f]{8}")
 _TAKEN = frozenset({errno.ENOTEMPTY, errno.EEXIST})
-
-
-class Outcome(StrEnum):
-    """What became of a place. After `written` and `present` it is a hit."""
-
-    WRITTEN = "written"
-    PRESENT = "present"
-    LOCKED = "locked"
-    REFUSED = "refused"
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A place, and why it is no hit or what is to be known of it."""
-
-    place: str
-    outcome: Outcome
-    reason: str | None = None
-    notes: tuple[str, ...] = ()
-
-    def document(self) -> dict[str, Any]:
-        return {
-            "place": self.place,
-            "outcome": self.outcome.value,
-            "reason": self.reason,
-            "notes": list(self.notes),
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Exported:
-    """What became of every place that entries have for a layout."""
-
-    layout: str
-    placed: tuple[Placed, ...] = ()
-    bytes_written: int = 0
-
-    @property
-    def hits(self) -> bool:
-        """Whether the engine finds all of it."""
-        return not any(one.outcome in (Outcome.LOCKED, Outcome.REFUSED) for one in self.placed)
-
-    @property
-    def counts(self) -> dict[str, int]:
-        outcomes = Counter(one.outcome for one in self.placed)
-        return {outcome.value: outcomes[outcome] for outcome in Outcome}
-
-
-@dataclass(slots=True)
-class _Candidate:
-    """The files of one entry for one place: name below the layout's root → record."""
-
-    records: dict[str, FileRecord] = field(default_factory=dict)
-
-    @property
-    def digest(self) -> str:
-        return digest_document({name: one.digest for name, one in self.records.items()})
 
 
 def export(
@@ -108,49 +49,39 @@ def export(
     candidates = places_of(layout, entries)
     if not candidates:
         return Exported(layout.name)
-    exporting = _Exporting(layout, store, root, progress)
+    total = sum(one.size for of_place in candidates.values() for one in of_place[:1])
+    exporting = _Exporting(layout, store, root, Counted(progress, total))
+    placed: dict[str, Placed] = {}
+
+    def place(name: str) -> None:
+        placed[name] = exporting.place(name, candidates[name])
+
     with files.refusals("write below", root):
         files.make_folder(root)
         _sweep(root)
-        placed = tuple(exporting.place(place, candidates[place]) for place in sorted(candidates))
-    return Exported(layout.name, placed, exporting.written)
-
-
-def places_of(layout: Layout, entries: Mapping[str, Entry]) -> dict[str, list[_Candidate]]:
-    """place → what entries hold for it, each entry by itself, in the order of keys."""
-    found: dict[str, list[_Candidate]] = {}
-    for key in sorted(entries):
-        of_entry: dict[str, _Candidate] = {}
-        for name, record in entries[key].files.items():
-            inside = layout_file(layout.name, name)
-            place = layout.place_of(inside) if inside is not None else None
-            if inside is not None and place is not None:
-                of_entry.setdefault(place, _Candidate()).records[inside] = record
-        for place, candidate in of_entry.items():
-            found.setdefault(place, []).append(candidate)
-    return found
+        in_parallel(place, sorted(candidates), WORKERS)
+    return Exported(
+        layout.name, tuple(placed[name] for name in sorted(placed)), exporting.counted.done
+    )
 
 
 class _Exporting:
     """One export under way."""
 
-    def __init__(
-        self, layout: Layout, store: DirectoryStore, root: Path, progress: Progress | None
-    ) -> None:
+    def __init__(self, layout: Layout, store: DirectoryStore, root: Path, counted: Counted) -> None:
         self._layout = layout
         self._store = store
         self._root = root
-        self._progress = progress
-        self.written = 0
+        self.counted = counted
 
-    def place(self, place: str, candidates: Sequence[_Candidate]) -> Placed:
+    def place(self, place: str, candidates: Sequence[Candidate]) -> Placed:
         """Make a place a hit, if it is none. Raises `OSError`, `IntegrityError`."""
         candidate = candidates[0]
         distinct = len({one.digest for one in candidates})
         if distinct > 1 and not self._layout.keys_cover_compiler:
             reason = f"{distinct} different files are stored for it, and its name does not tell them apart"
             return Placed(place, Outcome.REFUSED, reason)
-        there = self._there(place, candidate)
+        there = self._settled(place, candidate)
         if there is not None:
             return there
         with self._staging() as staging:
@@ -161,7 +92,17 @@ class _Exporting:
                 return Placed(place, Outcome.REFUSED, reason)
             return self._give_name(staging, place, candidate, staged.notes)
 
-    def _there(self, place: str, candidate: _Candidate) -> Placed | None:
+    def _settled(self, place: str, candidate: Candidate) -> Placed | None:
+        """`_there`, once nobody is replacing the place, which takes a moment; an engine's compile takes
+        longer."""
+        there = None
+        for _ in filesystem.looks():
+            there = self._there(place, candidate)
+            if there is None or there.outcome is not Outcome.LOCKED:
+                return there
+        return there
+
+    def _there(self, place: str, candidate: Candidate) -> Placed | None:
         """What a place is where nothing can or need be written; None where something is to be."""
         tree = Tree(self._root)
         for above in _above(place):
@@ -180,7 +121,7 @@ class _Exporting:
             case _:
                 return None
 
-    def _same(self, tree: Tree, place: str, candidate: _Candidate) -> Placed | None:
+    def _same(self, tree: Tree, place: str, candidate: Candidate) -> Placed | None:
         """For a file whose name does not say what is in it: is it ours?"""
         file = tree.file(place)
         if file is None:
@@ -197,7 +138,7 @@ class _Exporting:
             "give each compiler version a folder of its own",
         )
 
-    def _write(self, staging: Path, place: str, candidate: _Candidate) -> None:
+    def _write(self, staging: Path, place: str, candidate: Candidate) -> None:
         records = candidate.records
         last = sorted(records, key=lambda name: (self._layout.is_last(name), name))
         sizes = {name: record.size for name, record in records.items()}
@@ -207,16 +148,14 @@ class _Exporting:
             files.make_folder(target.parent)
             self._store.fetch_blob(record.digest, record.size, target)
             filesystem.sync(target)
-            self.written += record.size
-            if self._progress is not None:
-                self._progress(self.written, self.written)
+            self.counted.add(record.size)
         for name, content in self._layout.completed(place, sizes).items():
             files.write_synced(staging / name, content)
         for folder in {(staging / name).parent for name in records}:
             filesystem.sync(folder)
 
     def _give_name(
-        self, staging: Path, place: str, candidate: _Candidate, notes: tuple[str, ...]
+        self, staging: Path, place: str, candidate: Candidate, notes: tuple[str, ...]
     ) -> Placed:
         target = self._root / place
         files.make_folder(target.parent)
@@ -229,14 +168,13 @@ class _Exporting:
         except OSError as error:
             if error.errno not in _TAKEN:
                 raise
-            # Somebody has begun or finished it in the meantime.
+            busy = Placed(place, Outcome.LOCKED, "somebody began to write it in the meantime")
         except PlaceLocked as error:
-            return self._after(place, candidate) or Placed(place, Outcome.LOCKED, str(error))
+            busy = Placed(place, Outcome.LOCKED, str(error))
         else:
             filesystem.sync(target.parent)
             return written
-        busy = Placed(place, Outcome.LOCKED, "somebody began to write it in the meantime")
-        return self._after(place, candidate) or busy
+        return self._settled(place, candidate) or busy
 
     def _replace(self, staging: Path, place: str, target: Path) -> None:
         with self._layout.guarded(self._root, place):
@@ -251,14 +189,6 @@ class _Exporting:
                 with contextlib.suppress(OSError):
                     filesystem.rename(aside, target)
                 raise
-
-    def _after(self, place: str, candidate: _Candidate) -> Placed | None:
-        """What a place that was just taken by somebody else becomes within a moment."""
-        for _ in filesystem.looks():
-            there = self._there(place, candidate)
-            if there is not None and there.outcome is Outcome.PRESENT:
-                return there
-        return None
 
     @contextlib.contextmanager
     def _staging(self) -> Iterator[Path]:

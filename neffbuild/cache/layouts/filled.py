@@ -8,7 +8,7 @@ from pathlib import Path
 
 from neffbuild.cache.entry import Entry
 from neffbuild.cache.layouts.adopting import examined, judged
-from neffbuild.cache.layouts.exporting import places_of
+from neffbuild.cache.layouts.candidates import places_of
 from neffbuild.cache.layouts.layout import Found, Layout, State
 from neffbuild.cache.layouts.tree import Tree
 

@@ -12,9 +12,11 @@ from typing import Any
 from neffbuild.cache.copying import Progress
 from neffbuild.cache.directory import DirectoryStore
 from neffbuild.cache.entry import Entry
-from neffbuild.cache.layouts.exporting import Exported, Outcome, export, places_of
+from neffbuild.cache.layouts.candidates import places_of
+from neffbuild.cache.layouts.exporting import export
 from neffbuild.cache.layouts.kernels import NKI_ROOT
 from neffbuild.cache.layouts.layout import Layout
+from neffbuild.cache.layouts.placed import Exported, Outcome
 from neffbuild.cache.layouts.single_files import KERNELS, TRACES
 
 
