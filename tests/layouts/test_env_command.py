@@ -38,6 +38,7 @@ def test_the_native_route_of_2_33(project: Project) -> None:
         "VLLM_NEURON_DISABLE_WARMUP_COMPILE": "1",
         "NEURON_LIBTORCH_DISABLE_GRAPH_CAPTURE_BACKEND": "1",
         "NEURON_LIBTORCH_DISABLE_COMPILE_CACHE": None,
+        "VLLM_NEURON_CPU_COMPILE": None,
         "TORCH_CACHING_PRECOMPILE": "0",
     }
     assert document["compile_cache"] == f"{root}/neuron/compile_cache"
@@ -79,7 +80,11 @@ def test_the_native_route_of_0_24_says_what_it_needs_more(project: Project) -> N
 def test_the_scratchpad_page_size_goes_with_its_flag(
     project: Project, flags: list[str], value: str | None
 ) -> None:
-    assert settings(env(project, flags=flags)).get("NEURON_SCRATCHPAD_PAGE_SIZE") == value
+    found = settings(env(project, flags=flags))
+    assert found.get("NEURON_SCRATCHPAD_PAGE_SIZE") == value
+    # The engine of this route appends them to its own, so serving needs what compiling had.
+    assert found.get("NEURON_CC_FLAGS") == (" ".join(flags) or None)
+    assert "NEURON_CC_FLAGS" not in settings(env(project, flags=flags, route="xla"))
 
 
 def test_a_shell_takes_it_as_it_is(project: Project, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from 0.24 on. From published documentation and forks of the plugin; none of it w
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -112,6 +113,23 @@ def serving_environment(
             "with DISABLE_WARMUP_COMPILE the engine refuses to start without its cache",
         ),
     ]
+    settings.append(
+        Setting(
+            "VLLM_NEURON_CPU_COMPILE",
+            None,
+            "the mode that graphs are compiled in without a device: it loads no weights and serves nothing",
+        )
+    )
+    if route == NATIVE and flags:
+        settings.append(
+            Setting(
+                "NEURON_CC_FLAGS",
+                shlex.join(word for flag in flags for word in flag.split()),
+                "the compiler's flags, as the graphs were compiled with; whether the engine's key covers them "
+                "is not in the pages seen",
+                verified=False,
+            )
+        )
     if route == NATIVE:
         settings.append(
             Setting(
