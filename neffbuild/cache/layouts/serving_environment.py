@@ -125,8 +125,8 @@ def serving_environment(
             Setting(
                 "NEURON_CC_FLAGS",
                 shlex.join(word for flag in flags for word in flag.split()),
-                "the compiler's flags, as the graphs were compiled with; whether the engine's key covers them "
-                "is not in the pages seen",
+                "the compiler's flags, as the graphs were compiled with; whether the engine's key covers "
+                "them is not in the pages seen",
                 verified=False,
             )
         )
