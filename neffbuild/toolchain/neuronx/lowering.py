@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ from neffbuild.config.errors import ToolchainRefusal
 from neffbuild.grid.kv_blocks import num_kv_blocks
 from neffbuild.grid.shapes import DecodeShape
 from neffbuild.models.decode import (
+    Inputs,
     allocate_kv_caches,
     build_program,
     model_dtype,
+    named_inputs,
     named_kv_caches,
 )
 from neffbuild.toolchain.neuronx.portable import portable_artifact
@@ -54,8 +57,8 @@ def lower_step(config: BuildConfig, shape: DecodeShape) -> StableHLOGraph:
         )
     # A tied head is one tensor: one argument, under its first name.
     weights = dict(model.named_parameters()) | dict(model.named_buffers())
-    arguments = inputs._asdict() | pool | weights
-    step = _Step(model, len(inputs), len(pool), tuple(weights))
+    arguments = named_inputs(inputs) | pool | weights
+    step = _Step(model, inputs, len(pool), tuple(weights))
     return lower(step, arguments, model.output_names)
 
 
@@ -109,21 +112,24 @@ class _Step(nn.Module):
     """A model's step as a function of flat tensors; the model's own weights are not in it."""
 
     def __init__(
-        self, model: nn.Module, inputs: int, pool: int, weight_names: tuple[str, ...]
+        self, model: nn.Module, inputs: Inputs, pool: int, weight_names: tuple[str, ...]
     ) -> None:
         super().__init__()
         # In a tuple, so that its weights are not registered and do not become the module's state.
         self._model = (model,)
-        self._inputs, self._pool, self._weight_names = inputs, pool, weight_names
+        # How many tensors each input is of; None for one that is a tensor itself.
+        self._parts = [len(value) if isinstance(value, tuple) else None for value in inputs]
+        self._pool, self._weight_names = pool, weight_names
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        pool_end = self._inputs + self._pool
-        pool = tensors[self._inputs : pool_end]
-        weights = dict(zip(self._weight_names, tensors[pool_end:], strict=True))
+        left = iter(tensors)
+        inputs = [
+            next(left) if parts is None else tuple(islice(left, parts)) for parts in self._parts
+        ]
+        pool = tuple(islice(left, self._pool))
         caches = list(zip(pool[::2], pool[1::2], strict=True))
-        results: tuple[Tensor, ...] = functional_call(
-            self._model[0], weights, (*tensors[: self._inputs], caches)
-        )
+        weights = dict(zip(self._weight_names, left, strict=True))
+        results: tuple[Tensor, ...] = functional_call(self._model[0], weights, (*inputs, caches))
         return results
 
 
