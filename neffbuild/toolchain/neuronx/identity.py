@@ -26,6 +26,7 @@ NAME = "neuronx"
 _PACKAGE = Path(__file__).parents[2]
 _SOURCES = {
     REFERENCE: (
+        "grid/windows.py",
         "models",
         "toolchain/neuronx/lowering.py",
         "toolchain/neuronx/portable.py",
