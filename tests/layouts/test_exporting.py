@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import foreign_trees as foreign
@@ -27,6 +28,7 @@ from neffbuild.cache.layouts.adopting import Adopted
 from neffbuild.cache.layouts.handing_out import hand_out
 from neffbuild.cache.layouts.known import layout_named
 from neffbuild.cache.layouts.placed import Outcome
+from neffbuild.cache.layouts.vllm_neuron import VllmNeuron
 from neffbuild.config.errors import IntegrityError, StoreError
 
 
@@ -143,6 +145,24 @@ def test_while_an_entry_is_replaced_an_engine_that_comes_is_told_to_wait(
     assert lines["process_name"] == Path("/proc/self/comm").read_text().strip()
     assert lines.keys() == {"pid", "process_name", "cmdline", "rank", "timestamp"}
     assert not list(serving.glob(".*.compilation_metadata"))
+
+
+def test_what_an_engine_finished_in_the_meantime_stays(
+    tmp_path: Path, store: Path, taken: Adopted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = tmp_path / "serving"
+    foreign.vllm_entry(serving, 0, sentinel=None)
+    guarded = VllmNeuron.guarded
+
+    def finish_first(self: VllmNeuron, root: Path, place: str) -> AbstractContextManager[None]:
+        folder = foreign.vllm_entry(serving, 0)
+        (folder / "fxgraph.txt").write_bytes(b"the engine's own")
+        return guarded(self, root, place)
+
+    monkeypatch.setattr(VllmNeuron, "guarded", finish_first)
+    assert outcomes(serving, store, taken) == [Outcome.PRESENT, Outcome.WRITTEN]
+    assert (serving / key_of(0) / "fxgraph.txt").read_bytes() == b"the engine's own"
+    assert not list(serving.glob(".neffbuild-*"))
 
 
 def test_what_would_be_no_hit_is_not_written(tmp_path: Path, store: Path) -> None:
