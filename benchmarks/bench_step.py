@@ -99,7 +99,7 @@ def _measure_batch(served: _Served, num_seqs: int, steps: int) -> None:
         },
         steps // 10,
     )
-    inputs = [tensor.clone() for tensor in own.inputs]
+    inputs = [tensor.clone() for tensor in own.buffers.inputs]
     guarded = torch.compile(one_shape_callable(served.model), backend="neffbuild", dynamic=False)
     mark_num_blocks_symbolic(served.kv_caches)
     with torch.no_grad():
