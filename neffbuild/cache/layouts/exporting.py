@@ -178,7 +178,7 @@ class _Exporting:
 
     def _replace(self, staging: Path, place: str, target: Path) -> None:
         with self._layout.guarded(self._root, place):
-            if judged(self._layout, Tree(self._root), place).state is State.COMPLETE:
+            if self._is_whole(place):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
             aside = staging / ".replaced"
             if target.is_dir():
@@ -189,6 +189,13 @@ class _Exporting:
                 with contextlib.suppress(OSError):
                     filesystem.rename(aside, target)
                 raise
+
+    def _is_whole(self, place: str) -> bool:
+        """Of a place that is locked by ourselves."""
+        try:
+            return self._layout.contents(Tree(self._root), place).state is State.COMPLETE
+        except (Unsafe, OSError):
+            return False
 
     @contextlib.contextmanager
     def _staging(self) -> Iterator[Path]:

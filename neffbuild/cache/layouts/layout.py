@@ -89,6 +89,10 @@ class Layout(Protocol):
         """What is at a place. Nothing is locked or changed. Raises `OSError`, `Unsafe`."""
         ...
 
+    def contents(self, tree: Tree, place: str) -> Found:
+        """`examine`, whoever has the place locked."""
+        ...
+
     def strays(self, tree: Tree) -> Iterator[str]:
         """What lies in the tree and belongs to no place, one remark each."""
         ...

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from neffbuild.cache.adopted import layout_recipe
@@ -51,6 +52,18 @@ class Libneuronxla:
                 yield f"{name!r} is nothing that is known of this layout, and passed over"
 
     def examine(self, tree: Tree, place: str) -> Found:
+        found = self.contents(tree, place)
+        if found.state is State.REFUSED:
+            return found
+        locks = [name for name in tree.below(place) if name.endswith(".lock")]
+        for name in locks:
+            holder = lock_holder(tree.root / name)
+            if holder is not None:
+                return Found(place, State.LOCKED, f"process {holder or 'unknown'} holds {name}")
+        stale = (f"stale lock {name}: no process of this host holds it" for name in locks)
+        return replace(found, notes=(*stale, *found.notes))
+
+    def contents(self, tree: Tree, place: str) -> Found:
         compiler, _, module = place.partition("/")
         version = _COMPILER.fullmatch(compiler)
         if version is None or not _MODULE.fullmatch(module):
@@ -58,28 +71,21 @@ class Libneuronxla:
         if (tree.root / place).is_symlink() or (tree.root / place).is_file():
             return Found(place, State.REFUSED, "is a link or a file where a folder belongs")
         everything = tree.below(place)
-        locks = [name for name in everything if name.endswith(".lock")]
-        for name in locks:
-            holder = lock_holder(tree.root / name)
-            if holder is not None:
-                return Found(place, State.LOCKED, f"process {holder or 'unknown'} holds {name}")
-        notes = [f"stale lock {name}: no process of this host holds it" for name in locks]
         inside = {name.removeprefix(f"{place}/"): file for name, file in everything.items()}
         if NEFF not in inside and LOG in inside:
             reason = f"its compile failed ({LOG} and no {NEFF}); the engine would not try again"
-            return Found(place, State.FAILED, reason, tuple(notes), GENERATION)
+            return Found(place, State.FAILED, reason, generation=GENERATION)
         files = {name: file for name, file in everything.items() if self.place_of(name) is not None}
         fault = _fault(tree, place, set(inside))
         if fault is not None:
-            return Found(place, State.INCOMPLETE, fault, tuple(notes), GENERATION)
+            return Found(place, State.INCOMPLETE, fault, generation=GENERATION)
         unknown = {name.removeprefix(f"{place}/") for name in files} - _KNOWN
-        if unknown:
-            notes.append(f"carried along, and unknown: {', '.join(sorted(unknown))}")
+        notes = (f"carried along, and unknown: {', '.join(sorted(unknown))}",) if unknown else ()
         graph = next((name for name in GRAPHS if name in inside), NEFF)
         return Found(
             place,
             State.COMPLETE,
-            notes=tuple(notes),
+            notes=notes,
             generation=GENERATION,
             recipe=layout_recipe(NAME, GENERATION, module, {"version": version[1]}),
             files=files,

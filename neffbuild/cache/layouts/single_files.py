@@ -38,6 +38,9 @@ class SingleFiles:
         return iter(())
 
     def examine(self, tree: Tree, place: str) -> Found:
+        return self.contents(tree, place)
+
+    def contents(self, tree: Tree, place: str) -> Found:
         file = tree.file(place)
         if file is None:
             return Found(place, State.INCOMPLETE, "is not there, or no regular file")

@@ -51,12 +51,16 @@ class TorchNeuronx:
                 yield f"{name!r} is nothing that is known of this layout, and passed over"
 
     def examine(self, tree: Tree, place: str) -> Found:
+        key = place.rpartition("/")[2].removesuffix(".neff")
+        holder = lock_holder(self._locks / f"{key}.lock")
+        if holder is not None:
+            return Found(place, State.LOCKED, f"process {holder or 'unknown'} holds its lock")
+        return self.contents(tree, place)
+
+    def contents(self, tree: Tree, place: str) -> Found:
         match = _PLACE.fullmatch(place)
         if match is None:
             return Found(place, State.REFUSED, "is not named ab/cd/<32 hex digits>.neff")
-        holder = lock_holder(self._locks / f"{match[3]}.lock")
-        if holder is not None:
-            return Found(place, State.LOCKED, f"process {holder or 'unknown'} holds its lock")
         try:
             with tree.opened(place) as descriptor:
                 head = os.pread(descriptor, HEADER_BYTES, 0)

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 from neffbuild.cache.adopted import layout_recipe
@@ -90,13 +91,19 @@ class VllmNeuron:
     def examine(self, tree: Tree, place: str) -> Found:
         if place.startswith("nki/"):
             return self._examine_kernel_result(tree, place)
-        key = place.rpartition("/")[2]
-        if (folder := tree.root / place).is_symlink() or folder.is_file():
-            return Found(place, State.REFUSED, "is a link or a file where a folder belongs")
         locked, stale = lock_state(tree, place)
         if locked is not None:
             return Found(place, State.LOCKED, locked)
-        notes = [stale] if stale else []
+        found = self.contents(tree, place)
+        return replace(found, notes=(stale, *found.notes)) if stale else found
+
+    def contents(self, tree: Tree, place: str) -> Found:
+        if place.startswith("nki/"):
+            return self._examine_kernel_result(tree, place)
+        key = place.rpartition("/")[2]
+        if (folder := tree.root / place).is_symlink() or folder.is_file():
+            return Found(place, State.REFUSED, "is a link or a file where a folder belongs")
+        notes: list[str] = []
         files = {
             name: file
             for name, file in tree.below(place).items()
@@ -108,7 +115,7 @@ class VllmNeuron:
         )
         fault = fault_of(tree, place, generation, inside)
         if fault is not None:
-            return Found(place, State.INCOMPLETE, fault, tuple(notes), generation.name)
+            return Found(place, State.INCOMPLETE, fault, generation=generation.name)
         if not generation.verified:
             notes.append(
                 "unverified: the native route's file names are not documented; taken for "
