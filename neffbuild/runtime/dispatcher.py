@@ -209,7 +209,7 @@ class Dispatcher:
     ) -> dict[str, Tensor]:
         rows = len(batch.rows)
         ids = program.buffers.input_ids[:rows]
-        ids[:, 0] = batch.token_ids
+        ids[:, 0] = batch.token_ids.numpy()
         width = ids.shape[1]
         # Every row of a uniform program is as wide as the program; what it is wider than its own tokens
         # holds placeholders, whose keys and values the next steps overwrite.
@@ -221,7 +221,7 @@ class Dispatcher:
             drafts = batch.draft_token_ids
             given = 0 if drafts is None else min(drafts.shape[1], width - 1)
             if drafts is not None:
-                ids[:, 1 : 1 + given] = drafts[:, :given]
+                ids[:, 1 : 1 + given] = drafts.numpy()[:, :given]
             ids[:, 1 + given :] = 0
         program.buffers.place(
             np.array([row.num_computed_tokens for row in batch.rows], dtype=np.int64),
