@@ -86,6 +86,11 @@ PAYLOADS: dict[str, tuple[bytes, str]] = {
     "an absolute name": (_tar_of(_member("/etc/x")), "'/etc/x' is named outside"),
     "a way out": (_tar_of(_member("sg00/../../x")), "is named outside"),
     "a name twice": (_tar_of(_member("a"), _member("a")), "'a' is there twice"),
+    "a file twice, spelled otherwise": (
+        _tar_of(_member("sg00/a"), _member("./sg00//a")),
+        "'./sg00//a' is there twice",
+    ),
+    "a file for the folder": (_tar_of(_member("./.")), "is named as the archive's folder"),
     "cut in a member": (_tar_of(_member("a", size=4000))[:2000], "unexpected end of data"),
     "cut after a header": (_tar_of(_member("a", size=400))[:512], "unexpected end of data"),
     "junk after it": (_tar_of(_member("a")) + b"junk" * 300, "goes on after its last member"),
@@ -117,6 +122,19 @@ def test_a_header_of_a_member_is_not_taken_into_memory_whatever_its_size() -> No
     member.size = 2 << 20
     payload = member.tobuf(tarfile.GNU_FORMAT) + bytes(3 << 20)
     with pytest.raises(NeffError, match="a header of 2097152 bytes"):
+        parse_neff(neffs.make_header(payload, 1) + payload)
+
+
+@pytest.mark.parametrize("way", ["pax", "base-256"])
+def test_a_size_beyond_all_bounds_is_refused_at_once(way: str) -> None:
+    member = _member("a")
+    if way == "pax":
+        member.pax_headers = {"size": "99999999999999999"}
+        payload = member.tobuf(tarfile.PAX_FORMAT) + bytes(1024)
+    else:
+        member.size = 1 << 60
+        payload = member.tobuf(tarfile.GNU_FORMAT) + bytes(1024)
+    with pytest.raises(NeffError, match=r"'a' has the size \d+"):
         parse_neff(neffs.make_header(payload, 1) + payload)
 
 

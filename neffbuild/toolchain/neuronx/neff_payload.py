@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import posixpath
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -70,7 +71,8 @@ def read_payload(
     `most_bytes`, or that holds links, devices, names that leave its folder or a name twice.
     """
     stream = _Stream(_gunzipped(chunks) if gzipped else chunks, most_bytes)
-    members: dict[str, NeffMember] = {}
+    members: list[NeffMember] = []
+    paths: set[str] = set()
     info: dict[str, Any] | None = None
     end = 0
     try:
@@ -80,12 +82,13 @@ def read_payload(
             for number, member in enumerate(archive):
                 if number == MOST_MEMBERS:
                     raise _malformed(f"more than {MOST_MEMBERS} members", member.offset)
-                _check_member(member, members)
+                path = _check_member(member, paths, most_bytes)
                 end = member.offset_data + -(-member.size // _BLOCK) * _BLOCK
                 if not member.isfile():
                     continue
-                members[member.name] = NeffMember(member.name, member.size)
-                if member.name.removeprefix("./") == _INFO:
+                paths.add(path)
+                members.append(NeffMember(member.name, member.size))
+                if path == _INFO:
                     info = _info(archive, member)
     except (tarfile.TarError, EOFError, ValueError, OverflowError, RecursionError) as error:
         raise _malformed(f"the archive cannot be read: {error}", stream.read_bytes) from error
@@ -95,20 +98,26 @@ def read_payload(
         raise _malformed("the archive goes on after its last member", end)
     if not members:
         raise _malformed("the archive holds no file", 0)
-    return tuple(members.values()), info
+    return tuple(members), info
 
 
-def _check_member(member: tarfile.TarInfo, before: dict[str, NeffMember]) -> None:
+def _check_member(member: tarfile.TarInfo, before: set[str], most_bytes: int) -> str:
+    """The path below the archive's folder that a member is unpacked to, however it is spelled."""
     name = member.name
     if not (member.isfile() or member.isdir()) or member.issparse():
         raise _malformed(f"member {name!r:.200} is no plain file", member.offset)
     parts = name.removeprefix("./").split("/")
     if name.startswith("/") or ".." in parts or "\0" in name or not name:
         raise _malformed(f"member {name!r:.200} is named outside of the archive", member.offset)
-    if name in before:
+    path = posixpath.normpath(name)
+    if path == "." and member.isfile():
+        raise _malformed(f"member {name!r:.200} is named as the archive's folder", member.offset)
+    if path in before:
         raise _malformed(f"member {name!r:.200} is there twice", member.offset)
-    if member.size < 0:
+    # `tarfile` steps over a member's content piece by piece, long after the archive has ended.
+    if not 0 <= member.size <= most_bytes:
         raise _malformed(f"member {name!r:.200} has the size {member.size}", member.offset)
+    return path
 
 
 def _info(archive: tarfile.TarFile, member: tarfile.TarInfo) -> dict[str, Any]:
