@@ -222,6 +222,22 @@ def test_another_compiler_than_planned_is_refused_before_any_compile(
     assert project.received() == []
 
 
+@pytest.mark.parametrize(
+    ("version", "found"),
+    [
+        ("2.28.7631.0rc1", "2.28.7631.0rc1 is installed"),
+        ("unknown", "neuronx-cc, which does not say its version, is installed"),
+    ],
+)
+def test_a_compiler_whose_version_is_another_or_not_said_is_not_the_planned_one(
+    project: NeuronProject, version: str, found: str
+) -> None:
+    standin.order(project.tools, version=version)
+    error = project.call("compile", project.write_xla(), "--json").error["message"]
+    assert found in error
+    assert "none is installed" not in error
+
+
 def test_a_worker_refuses_another_compiler_than_its_recipe_names(
     project: NeuronProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:

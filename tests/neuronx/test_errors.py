@@ -41,6 +41,11 @@ def test_a_code_nobody_here_knows_is_named() -> None:
     assert "page for NCC_EXYZ123" in (found.advice or "")
 
 
+def test_a_known_code_counts_more_than_one_before_it() -> None:
+    found = cause(70, "WARNING [NCC_EXYZ123] whatever\nERROR [NCC_EVRF009] 31 GB")
+    assert found.text.startswith("NCC_EVRF009: ")
+
+
 @pytest.mark.parametrize(
     ("status", "output", "kind", "text"),
     [

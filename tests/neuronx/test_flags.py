@@ -128,6 +128,12 @@ def test_the_level_of_the_environment(text: str) -> None:
         (["-"], "'-' is no flag"),
         (["--auto-cast"], "--auto-cast needs a value"),
         (["--auto-cast", "--optlevel=1"], "--auto-cast needs a value"),
+        (
+            ["--internal-backend-options", "--a=false"],
+            "--internal-backend-options needs a value",
+        ),
+        (["--internal-hlo2tensorizer-options"], "--internal-hlo2tensorizer-options needs a value"),
+        (["--x=\0"], "is no flag"),
         (["--auto-cast="], "takes one word, not ''"),
         (["--auto-cast=none -O2"], "takes one word, not 'none -O2'"),
         (["-O4"], "--optlevel takes 1, 2, 3, not '4'"),

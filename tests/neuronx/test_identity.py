@@ -102,6 +102,10 @@ SAME = [
     ({}, {"NEURON_CC_FLAGS": "--target=trn2 --framework XLA"}),
     ({}, {"VLLM_NEURON_BACKEND": "neuron_native", "VLLM_NEURON_COMPILATION_TIMEOUT": "1800"}),
     ({}, {"HOME": "/elsewhere", "VLLM_CACHE_ROOT": "/x", "NEURON_RT_VISIBLE_CORES": "3"}),
+    ({}, {"VLLM_NEURON_BACKEND": ""}),
+    # The pool's size is pinned.
+    ({}, {"VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION": "0.2", "VLLM_NEURON_MIN_KV_BUDGET_GIB": "2"}),
+    ({"versions": {**NATIVE["versions"], "nki": f" {NATIVE['versions']['nki']} "}}, {}),
     ({"route": "native"}, {}),
     ({"engine": "vllm-neuron"}, {}),
     ({"flags": ["--auto-cast", "none"]}, {}),
@@ -177,6 +181,11 @@ REFUSED = [
     ({"route": "tpu"}, {}, "no route 'tpu'; allowed: native, xla"),
     ({"engine": "vllm"}, {}, "no engine 'vllm'; allowed: vllm-neuron, reference"),
     ({"versions": {"neuron-cc": "1"}}, {}, "no tool 'neuron-cc' to pin"),
+    (
+        {"versions": {"neuronx-cc": "+5b7a0f21"}},
+        {},
+        r"versions.neuronx-cc is '\+5b7a0f21', which names no version",
+    ),
     ({}, {"NEURON_PLATFORM_TARGET_OVERRIDE": "trn3"}, "toolchain.target says trn2, NEURON_"),
     ({"flags": ["--target=trn1"]}, {}, "toolchain.target says trn2, the flag --target says trn1"),
     ({}, {"NEURON_CC_FLAGS": "--target trn1"}, "the flag --target says trn1"),

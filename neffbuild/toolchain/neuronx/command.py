@@ -14,11 +14,13 @@ from typing import Any
 
 from neffbuild.config.build import BuildConfig
 from neffbuild.toolchain.neuronx.flags import (
+    BACKEND_OPTIONS,
     CC_FLAGS,
     LNC,
     OPT_LEVEL,
     OPTLEVEL,
     TARGET,
+    TENSORIZER_OPTIONS,
     VERBOSE,
     Flag,
     canonical_flags,
@@ -35,13 +37,11 @@ LOG = "log-neuron-cc.txt"
 
 _FRAMEWORK = ("--framework", "XLA")
 _MODEL_TYPE, _AUTO_CAST = "--model-type", "--auto-cast"
-_TENSORIZER = "--internal-hlo2tensorizer-options"
-_BACKEND = "--internal-backend-options"
 _NATIVE_DEFAULTS = (Flag(_AUTO_CAST, "none"), Flag(_MODEL_TYPE, "transformer"), Flag(OPTLEVEL, "2"))
 _XLA_DEFAULTS = (
     Flag(_AUTO_CAST, "none"),
-    Flag(_TENSORIZER, "--modular-flow-mac-threshold=10"),
-    Flag(_BACKEND, "--enable-verifier=false --enable-nested-dynamic-loop"),
+    Flag(TENSORIZER_OPTIONS, "--modular-flow-mac-threshold=10"),
+    Flag(BACKEND_OPTIONS, "--enable-verifier=false --enable-nested-dynamic-loop"),
 )
 _XLA_VERBOSITY = "35"
 _ELSEWHERE = frozenset({"--framework", TARGET, VERBOSE})
@@ -92,14 +92,14 @@ def compile_command(route: Route, recipe: Mapping[str, Any], stated: Sequence[Fl
             *([f"{VERBOSE}={verbose}"] if verbose else []),
             *("--output", route.neff),
         ]
-    placed = {LNC, OPTLEVEL, _AUTO_CAST, _TENSORIZER, _BACKEND}
+    placed = {LNC, OPTLEVEL, _AUTO_CAST, TENSORIZER_OPTIONS, BACKEND_OPTIONS}
     return [
         *start,
         *("--output", route.neff, "--logfile", LOG),
         f"{_AUTO_CAST}={value_of(flags, _AUTO_CAST)}",
         f"{VERBOSE}={verbose or _XLA_VERBOSITY}",
         f"-O{level}",
-        *(f"{name}={value_of(flags, name)}" for name in (_TENSORIZER, _BACKEND)),
+        *(f"{name}={value_of(flags, name)}" for name in (TENSORIZER_OPTIONS, BACKEND_OPTIONS)),
         # vLLM Neuron leaves it to the compiler's default.
         *([] if Target(chip, int(lnc)).is_compilers_default else [f"--logical-nc-config={lnc}"]),
         *_others(flags, placed),

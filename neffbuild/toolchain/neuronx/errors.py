@@ -96,7 +96,11 @@ def failure_of(status: int, output: str) -> CompilerFailure:
             hint=f"{_SEE_LOG}; another --optlevel may get past it",
             failure=FailureClass.SIGNAL,
         )
-    if found := _CODE.search(output):
+    codes = list(_CODE.finditer(output))
+    # A code that is known here says more than a warning's before it.
+    if found := next(
+        (one for one in codes if (one[1] or one[2]) in CODES), next(iter(codes), None)
+    ):
         return _of_code(found[1] or found[2], _line(output, found.start()))
     if status == 127:
         return CompilerFailure(

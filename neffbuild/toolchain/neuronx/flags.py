@@ -46,6 +46,10 @@ _VALUED = frozenset(
         "--output",
     }
 )
+TENSORIZER_OPTIONS = "--internal-hlo2tensorizer-options"
+BACKEND_OPTIONS = "--internal-backend-options"
+# Their values are command lines of their own, and may start with a dash.
+_OPTIONS_WITHIN = frozenset({TENSORIZER_OPTIONS, BACKEND_OPTIONS})
 _SWITCHES = frozenset(
     {
         "--enable-fast-context-switch",
@@ -104,7 +108,7 @@ def parse_flags(words: Sequence[str], source: str) -> tuple[Flag, ...]:
     flags = []
     while rest:
         word = rest.popleft()
-        if not word.lstrip("-") or not word.startswith("-"):
+        if "\0" in word or not word.lstrip("-") or not word.startswith("-"):
             raise _refused(source, word, f"{word!r} is no flag", "write flags as --name=value")
         name, equals, value = word.partition("=")
         if name.startswith("-O") and name != "-O":
@@ -114,7 +118,7 @@ def parse_flags(words: Sequence[str], source: str) -> tuple[Flag, ...]:
             flags.append(_checked(Flag(name, value), source, word))
         elif name not in _SWITCHES and rest and _is_value(rest[0]):
             flags.append(_checked(Flag(name, rest.popleft()), source, word))
-        elif name in _VALUED:
+        elif name in _VALUED or name in _OPTIONS_WITHIN:
             raise _refused(source, word, f"{word} needs a value", f"write {name}=VALUE")
         else:
             flags.append(_checked(Flag(name), source, word))

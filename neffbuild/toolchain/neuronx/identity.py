@@ -15,13 +15,15 @@ from pathlib import Path
 
 from neffbuild.cache.recipe import ToolchainIdentity
 from neffbuild.config.build import BuildConfig
-from neffbuild.grid.kv_pool import KVPool, neuron_kv_pool
+from neffbuild.grid.kv_pool import CAP_VARIABLE, MINIMUM_VARIABLE, KVPool, neuron_kv_pool
 from neffbuild.toolchain.neuronx.command import recipe_flags, stated_flags
 from neffbuild.toolchain.neuronx.routes import REFERENCE, VLLM_NEURON, keyed_environment, route_of
 from neffbuild.toolchain.neuronx.target import check_scratchpad, resolve_target
 from neffbuild.toolchain.neuronx.versions import planned_versions
 
 NAME = "neuronx"
+
+_POOL_VARIABLES = (CAP_VARIABLE, MINIMUM_VARIABLE)
 
 _PACKAGE = Path(__file__).parents[2]
 _SOURCES = {
@@ -60,8 +62,11 @@ def identity_in(config: BuildConfig, environment: Mapping[str, str]) -> Toolchai
         are = "is" if len(missing) == 1 else "are"
         pins = ", ".join(f"toolchain.versions.{tool}" for tool in missing)
         unresolved.append(f"{', '.join(missing)} {are} not installed here: pin {pins}")
-    pool = KVPool(None)
-    if route.engine == VLLM_NEURON and config.serve.num_gpu_blocks_override is None:
+    pool, keyed = KVPool(None), keyed_environment(route, environment)
+    if config.serve.num_gpu_blocks_override is not None:
+        # What sizes the pool is no matter where its size is stated.
+        keyed = {name: keyed[name] for name in keyed if name not in _POOL_VARIABLES}
+    elif route.engine == VLLM_NEURON:
         # Programs hold the size of the KV pool, and the engine works it out on the device.
         pool = neuron_kv_pool(
             config, target=target.chip, physical_cores=target.lnc, environment=environment
@@ -76,7 +81,7 @@ def identity_in(config: BuildConfig, environment: Mapping[str, str]) -> Toolchai
         versions=versions,
         flags=recipe_flags(route, config, stated, target),
         source_digest=_source_digest(route.engine),
-        environment=keyed_environment(route, environment),
+        environment=keyed,
         unresolved=tuple(unresolved),
         kv_blocks=pool.blocks,
     )

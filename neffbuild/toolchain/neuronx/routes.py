@@ -136,7 +136,8 @@ def keyed_environment(route: Route, environment: Mapping[str, str]) -> dict[str,
     traces. All of its own and of vLLM's, but what is known to change nothing."""
     if route.engine != VLLM_NEURON:
         return {}
+    backend = environment.get(BACKEND)
+    # One that is not known here may be another route.
+    inert = _INERT - {BACKEND} if backend and backend not in _BACKENDS else _INERT
     keyed = vllm_variables(environment)
-    if _BACKENDS.get(environment.get(BACKEND, "")) is None and BACKEND in keyed:
-        return {name: keyed[name] for name in keyed if name not in _INERT - {BACKEND}}
-    return {name: value for name, value in keyed.items() if name not in _INERT}
+    return {name: value for name, value in keyed.items() if name not in inert}

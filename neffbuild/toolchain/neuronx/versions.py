@@ -14,14 +14,14 @@ from neffbuild.config.errors import ConfigError
 from neffbuild.toolchain.neuronx.routes import COMPILER, Route
 
 _SECONDS = 60
-_SAID = re.compile(r"Compiler version\s+(\d+(?:\.\d+)+)")
+_SAID = re.compile(r"Compiler version\s+(\d+(?:[.-]\w+)+)")
 
 
 def planned_versions(toolchain: ToolchainConfig, route: Route) -> dict[str, str]:
     """Tool → version of the route's tools: as pinned, else as installed; a tool of which neither is
     known is absent. What follows a `+` is left out: the build is named before it.
 
-    Raises `ConfigError` for a pin of what is none of them.
+    Raises `ConfigError` for a pin of what is none of them, or that names no version.
     """
     for tool in toolchain.versions:
         if tool not in route.tools:
@@ -33,6 +33,14 @@ def planned_versions(toolchain: ToolchainConfig, route: Route) -> dict[str, str]
                 hint="remove the pin",
             )
     known = {tool: _build(pinned) for tool, pinned in toolchain.versions.items()}
+    if nameless := [tool for tool, build in known.items() if not build]:
+        pinned = toolchain.versions[nameless[0]]
+        raise ConfigError(
+            f"toolchain.versions.{nameless[0]} is {pinned!r}, which names no version",
+            field=f"toolchain.versions.{nameless[0]}",
+            value=pinned,
+            hint="write it as the tool says it, such as 2.28.7631.0",
+        )
     wanted = [tool for tool in route.tools if tool not in known]
     known |= installed_versions(wanted)
     return {tool: known[tool] for tool in route.tools if tool in known}
@@ -52,8 +60,8 @@ def version_mismatches(planned: Mapping[str, str], tools: Iterable[str]) -> list
     it is the program on PATH that counts."""
     tools = tuple(tools)
     found = installed_versions(tool for tool in tools if tool != COMPILER)
-    if compiler := compiler_version():
-        found[COMPILER] = compiler
+    if path := compiler_path():
+        found[COMPILER] = compiler_version() or f"{path}, which does not say its version,"
     return [
         f"{tool} {planned[tool]} is planned, {found.get(tool, 'none')} is installed"
         for tool in tools
@@ -76,7 +84,12 @@ def compiler_version() -> str | None:
 def _ask(path: str) -> str | None:
     try:
         done = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=_SECONDS, check=True
+            [path, "--version"],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_SECONDS,
+            check=True,
         )
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
@@ -93,4 +106,4 @@ def _distribution(tool: str) -> str | None:
 
 
 def _build(full: str) -> str:
-    return full.partition("+")[0]
+    return full.partition("+")[0].strip()
