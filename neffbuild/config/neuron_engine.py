@@ -46,6 +46,7 @@ def neuron_prefill(config: BuildConfig, findings: Findings) -> PrefillBuckets:
     """
     serve = config.serve
     _check_experts(serve, findings)
+    _check_attention(serve, findings)
     _check_sampling(serve, findings)
     _check_transfer(serve, findings)
     _check_encoder(serve, findings)
@@ -89,19 +90,17 @@ def _segmented(serve: ServeConfig, findings: Findings) -> PrefillBuckets:
 def _settle_segment(serve: ServeConfig, most: int, findings: Findings) -> None:
     """Whether the engine can make a segment of the largest step, as it does when none is configured."""
     path = "serve.max_num_batched_tokens"
-    sizes = [size for size in KV_SEGMENT_SIZES if size % serve.block_size == 0]
-    allowed = (
-        ", ".join(map(str, sizes)) or f"no size is a multiple of block_size {serve.block_size}"
-    )
+    sizes, allowed = _segment_sizes(serve)
     longest = serve.max_model_len
     if most not in sizes:
         single = longest <= SINGLE_SHOT_LIMIT
+        cached = " and enable_prefix_caching to false" if serve.enable_prefix_caching else ""
         findings.problem(
             path,
             most,
             f"{path} is {most}, below max_model_len {longest}, so that prompts are prefilled in segments of "
             f"that size; allowed: {allowed}" + (f", or at least {longest}" if single else ""),
-            f"set it to {longest} to prefill every prompt in one step" if single else None,
+            f"set it to {longest}{cached} to prefill every prompt in one step" if single else None,
         )
         return
     tokens = serve.neuron_config.num_batched_tokens_buckets
@@ -119,14 +118,14 @@ def _settle_segment(serve: ServeConfig, most: int, findings: Findings) -> None:
 def _single_shot(serve: ServeConfig, findings: Findings) -> PrefillBuckets:
     longest = serve.max_model_len
     path = "serve.max_num_batched_tokens"
-    sizes = ", ".join(str(size) for size in KV_SEGMENT_SIZES if size < longest)
+    sizes, allowed = _segment_sizes(serve)
     if longest > SINGLE_SHOT_LIMIT:
         findings.problem(
             path,
             serve.max_num_batched_tokens,
             f"{path} is {serve.max_num_batched_tokens}, so that a prompt of any length up to max_model_len "
             f"{longest} is prefilled in one step, which is supported up to {SINGLE_SHOT_LIMIT}; "
-            f"allowed: {sizes}",
+            f"allowed: {allowed}",
             f"set it to one of these, or max_model_len to at most {SINGLE_SHOT_LIMIT}",
         )
     elif serve.enable_prefix_caching:
@@ -137,11 +136,19 @@ def _single_shot(serve: ServeConfig, findings: Findings) -> PrefillBuckets:
             f"(max_num_batched_tokens {serve.max_num_batched_tokens} is not below max_model_len {longest}); "
             "allowed: false, or prefill in segments",
             "set enable_prefix_caching to false"
-            + (f", or max_num_batched_tokens to one of {sizes}" if sizes else ""),
+            + (f", or max_num_batched_tokens to one of {allowed}" if sizes else ""),
         )
     most = _most_tokens(serve)
     tokens = serve.neuron_config.num_batched_tokens_buckets or powers_of_two(most, first=P_MAX)
     return PrefillBuckets(tokens, (0,))
+
+
+def _segment_sizes(serve: ServeConfig) -> tuple[list[int], str]:
+    """The steps that are a segment of a longer prompt, and how a message names them."""
+    below = [size for size in KV_SEGMENT_SIZES if size < serve.max_model_len]
+    sizes = [size for size in below if size % serve.block_size == 0]
+    none = f"no size below max_model_len is a multiple of block_size {serve.block_size}"
+    return sizes, ", ".join(map(str, sizes)) or none
 
 
 def _on_whole_shards(
@@ -193,6 +200,18 @@ def _check_experts(serve: ServeConfig, findings: Findings) -> None:
             degree,
             f"a divisor of {ranks} ranks (tensor_parallel_size {serve.tensor_parallel_size} × "
             f"data_parallel_size {serve.data_parallel_size})",
+        )
+
+
+def _check_attention(serve: ServeConfig, findings: Findings) -> None:
+    ranks, replicas = _extra(serve, "attention_dp_size"), serve.data_parallel_size
+    whole = isinstance(ranks, int) and not isinstance(ranks, bool) and ranks >= 1
+    if ranks is not None and not (whole and replicas % ranks == 0):
+        findings.refuse(
+            f"{_NEURON}.attention_dp_size",
+            ranks,
+            f"a divisor of data_parallel_size {replicas}",
+            "attention is spread over replicas: set data_parallel_size to a multiple of it",
         )
 
 

@@ -78,11 +78,11 @@ def test_what_is_settled(
     [
         ({"max_num_batched_tokens": 1000}, "serve.max_num_batched_tokens", 1000,
          "below max_model_len 4096, so that prompts are prefilled in segments of that size; allowed: "
-         "512, 1024, 2048, 4096, 8192, or at least 4096"),
+         "512, 1024, 2048, or at least 4096"),
         ({"max_num_batched_tokens": 512, "block_size": 1024}, "serve.max_num_batched_tokens", 512,
-         "allowed: 1024, 2048, 4096, 8192, or at least 4096"),
+         "allowed: 1024, 2048, or at least 4096"),
         ({"max_num_batched_tokens": 2048, "block_size": 96}, "serve.max_num_batched_tokens", 2048,
-         "allowed: no size is a multiple of block_size 96, or at least 4096"),
+         "allowed: no size below max_model_len is a multiple of block_size 96, or at least 4096"),
         ({"max_num_batched_tokens": 2048, **neuron(num_batched_tokens_buckets=[512, 2048])},
          f"{NEURON}.num_batched_tokens_buckets", [512, 2048],
          "in segments of 2048 (max_num_batched_tokens, below max_model_len 4096); allowed: [2048]"),
@@ -98,6 +98,11 @@ def test_what_is_settled(
          f"{NEURON}.ep_degree", "many", "allowed: an integer of at least 1"),
         ({"enable_expert_parallel": True, **neuron(ep_degree=-2)},
          f"{NEURON}.ep_degree", -2, "allowed: an integer of at least 1"),
+        ({"data_parallel_size": 2, **neuron(attention_dp_size=3)},
+         f"{NEURON}.attention_dp_size", 3, "allowed: a divisor of data_parallel_size 2"),
+        (neuron(attention_dp_size=2), f"{NEURON}.attention_dp_size", 2,
+         "allowed: a divisor of data_parallel_size 1"),
+        (neuron(attention_dp_size="x"), f"{NEURON}.attention_dp_size", "x", "allowed: a divisor of"),
         ({"async_scheduling": True}, f"{NEURON}.on_device_sampling_config", None,
          "serve.async_scheduling is true"),
         ({**DCP, "kv_transfer_config": {"kv_connector": "X", "kv_role": "kv_consumer"}},
@@ -122,6 +127,13 @@ def test_what_is_refused(
     assert field in error.message
     assert needle in error.message
     assert error.hint or "allowed" in error.message
+
+
+def test_following_the_hint_leads_to_no_other_refusal(workspace: Workspace) -> None:
+    hint = refused(workspace, {"max_num_batched_tokens": 1000}).hint or ""
+    assert "to 4096 and enable_prefix_caching to false" in hint
+    hint = refused(workspace, {"max_num_batched_tokens": 4096, "block_size": 1024}).hint or ""
+    assert hint.endswith("or max_num_batched_tokens to one of 1024, 2048")
 
 
 def test_one_step_for_a_whole_prompt_has_a_limit(workspace: Workspace) -> None:
