@@ -59,7 +59,6 @@ def execute_replay(config: BuildConfig, store: DirectoryStore, steps: int) -> di
     bucketer = Bucketer.from_config(
         config,
         query_len_support=toolchain.capabilities.query_len_support,
-        window_columns=toolchain.capabilities.window_columns,
     )
     loader = Loader.from_config(config, store)
     workload = _Workload(config)

@@ -17,6 +17,7 @@ from neffbuild.grid.bucketer import Bucketer
 from neffbuild.grid.expand import Grid, WarmUp, expand, symbolic_grid
 from neffbuild.grid.phases import Phase, served_phases
 from neffbuild.grid.ranks import rank_scopes
+from neffbuild.grid.windows import span_columns
 from neffbuild.toolchain.base import Capabilities, Toolchain
 from neffbuild.toolchain.kv_groups import kv_groups
 
@@ -91,10 +92,13 @@ def require_buckets(config: BuildConfig, toolchain: Toolchain) -> None:
 
 
 def _engine_capabilities(toolchain: Toolchain, identity: ToolchainIdentity) -> Capabilities:
-    """What programs can do in the engine they are for: our own runs decode steps alone, on one rank."""
+    """What programs can do in the engine they are for. Our own runs decode steps alone, on one rank, and
+    its tables of sliding windows are as wide as the steps need."""
     if identity.engine != OWN_ENGINE:
         return toolchain.capabilities
-    return replace(toolchain.capabilities, prefill=None, replica_groups=False)
+    return replace(
+        toolchain.capabilities, prefill=None, replica_groups=False, window_columns=span_columns
+    )
 
 
 def _grid(identity: ToolchainIdentity, bucketer: Bucketer) -> Grid:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from cli_samples import EAGLE3
@@ -139,3 +141,23 @@ def test_what_the_reference_decoder_does_not_compute_is_planned_and_refused(
     assert plan.status == 0
     assert why in plan.document["refusal"]
     assert why in project.call("compile", config, "--json").error["message"]
+
+
+@pytest.mark.parametrize(
+    ("toolchain", "columns"), [(NATIVE, 8), (REFERENCE, 6)], ids=["vllm-neuron", "reference"]
+)
+def test_tables_of_sliding_windows_are_as_wide_as_the_engines(
+    project: NeuronProject, toolchain: dict[str, object], columns: int
+) -> None:
+    """vLLM Neuron reads whole tiles of 128 positions, our own decoder the blocks that are seen."""
+    model = project.root / "windowed"
+    shutil.copytree(Path(__file__).parents[2] / "configs/models/quickstart-llama", model)
+    document = json.loads((model / "config.json").read_text())
+    windowed = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    (model / "config.json").write_text(json.dumps(document | windowed | {"sliding_window": 130}))
+    config = project.write(
+        toolchain=toolchain, model=str(model), block_size=32, num_gpu_blocks_override=BLOCKS
+    )
+    units = project.call("plan", config, "--json").document["units"]
+    widths = {one["window_table_width"] for one in units if one["family"] == "target"}
+    assert widths == {columns}
