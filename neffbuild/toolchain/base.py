@@ -54,6 +54,15 @@ def each_alone(_config: BuildConfig, _shape: Shape) -> str | None:
     return None
 
 
+FiledGraph = Callable[[BuildConfig, str], str | None]
+"""The digest of the graph that lies in a file for a config's unit of a name; None where there is none."""
+
+
+def no_filed_graph(_config: BuildConfig, _unit_name: str) -> str | None:
+    """Graphs are captured when they are compiled."""
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a toolchain's programs can do; the planner decides from this, never from the name.
@@ -62,8 +71,8 @@ class Capabilities:
     token did that came to nothing (a rejected draft, a placeholder). `window_columns` says how wide the
     block tables of sliding-window layers are. `prefill` is how its engine settles its prefill buckets,
     None where it has no prefill programs. `device_for` says which units are compiled beside a device,
-    `together` which come of one compile. With `replica_groups` a program names the global ranks of the
-    collectives in it.
+    `together` which come of one compile, `filed_graph` whose graphs are given as files. With
+    `replica_groups` a program names the global ranks of the collectives in it.
     """
 
     query_len_support: QueryLenSupport
@@ -72,6 +81,7 @@ class Capabilities:
     speculation_under_dcp: bool = False
     device_for: DeviceNeed = no_device
     together: Grouping = each_alone
+    filed_graph: FiledGraph = no_filed_graph
     window_columns: WindowColumns = span_columns
     prefill: PrefillRules | None = None
     replica_groups: bool = False

@@ -222,6 +222,23 @@ def test_another_compiler_than_planned_is_refused_before_any_compile(
     assert project.received() == []
 
 
+def test_a_cached_unit_of_another_graph_than_is_filed_now_is_named(
+    project: NeuronProject,
+) -> None:
+    words = ("compile", project.write_xla(), "--only", "decode_b1_*")
+    assert project.call(*words).status == 0
+    assert "other graphs" not in project.call(*words).err
+    with (project.root / "graphs" / "decode_b1_ctx1024" / "graph.hlo").open("ab") as file:
+        file.write(b"of other model code")
+    again = project.call(*words)
+    assert again.status == 0
+    assert (
+        "1 cached unit is of other graphs than toolchain.hlo_dir has now: decode_b1_ctx1024;"
+        in (again.err)
+    )
+    assert len(project.received()) == 2
+
+
 @pytest.mark.parametrize(
     ("version", "found"),
     [

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from neffbuild.cache.canonical import digest_bytes
+from neffbuild.config.build import BuildConfig
 from neffbuild.config.errors import ToolchainRefusal
 from neffbuild.toolchain.base import Captured, Unit
 
@@ -27,6 +28,18 @@ class HloGraph:
     module: bytes
 
 
+def filed_digest(config: BuildConfig, unit_name: str) -> str | None:
+    """The digest of the graph that `toolchain.hlo_dir` has for a unit, as `capture_hlo` gives it; None
+    where it has none that can be read."""
+    if config.toolchain.hlo_dir is None:
+        return None
+    path = _graph_path(_places(Path(config.toolchain.hlo_dir), unit_name))
+    try:
+        return None if path is None else digest_bytes(path.read_bytes())
+    except OSError:
+        return None
+
+
 def capture_hlo(unit: Unit) -> Captured:
     """The graph that `toolchain.hlo_dir` has for the unit; its digest is that of the file.
 
@@ -38,8 +51,8 @@ def capture_hlo(unit: Unit) -> Captured:
         raise ToolchainRefusal(
             f"{name}: no graphs are given", hint="set toolchain.hlo_dir to where they are"
         )
-    paths = [Path(folder) / name / "graph.hlo", Path(folder) / f"{name}.hlo"]
-    path = next((path for path in paths if path.is_file()), None)
+    paths = _places(Path(folder), name)
+    path = _graph_path(paths)
     if path is None:
         raise ToolchainRefusal(
             f"{folder} has no graph for {name}: neither {paths[0].relative_to(folder)} nor "
@@ -63,3 +76,11 @@ def capture_hlo(unit: Unit) -> Captured:
             hint="HLO as text will not do: take graph.hlo as vLLM Neuron writes it",
         )
     return Captured(digest_bytes(content), HloGraph(content))
+
+
+def _places(folder: Path, unit_name: str) -> tuple[Path, Path]:
+    return folder / unit_name / "graph.hlo", folder / f"{unit_name}.hlo"
+
+
+def _graph_path(places: tuple[Path, Path]) -> Path | None:
+    return next((path for path in places if path.is_file()), None)

@@ -32,6 +32,7 @@ from neffbuild.toolchain.base import (
 )
 from neffbuild.toolchain.neuronx.command import compile_command, stated_flags
 from neffbuild.toolchain.neuronx.engine_config import device_need, start_of, starts_engine
+from neffbuild.toolchain.neuronx.hlo import capture_hlo, filed_digest
 from neffbuild.toolchain.neuronx.hosts import host_fit, neuronx_findings, runtime_refusal
 from neffbuild.toolchain.neuronx.identity import NAME, neuronx_identity
 from neffbuild.toolchain.neuronx.neff import neff_fault
@@ -65,6 +66,7 @@ class NeuronxToolchain:
         together=lambda config, shape: start_of(
             config, shape, route_of(config.toolchain, os.environ)
         ),
+        filed_graph=filed_digest,
         device_for=lambda config, _: device_need(config, route_of(config.toolchain, os.environ)),
     )
     file_checks: Mapping[str, FileCheck] = MappingProxyType({".neff": neff_fault})
@@ -108,8 +110,6 @@ class NeuronxToolchain:
         if starts_engine(unit.config, route):
             # One start captures and compiles: `compile` hears which graph it was.
             return Captured("", None)
-        from neffbuild.toolchain.neuronx.hlo import capture_hlo
-
         return capture_hlo(unit)
 
     def compile(
