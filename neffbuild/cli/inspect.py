@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +79,9 @@ def _facts(info: Mapping[str, Any]) -> dict[str, Any]:
     """What is short in `info.json`; of what is not, how long it is."""
     return {
         _cut(name): value
-        if isinstance(value, bool | int | float) or value is None
+        if isinstance(value, bool | int)
+        or value is None
+        or (isinstance(value, float) and isfinite(value))
         else _brief(value)
         for name, value in list(info.items())[:_MOST_FACTS]
     }

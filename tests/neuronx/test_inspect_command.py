@@ -71,6 +71,14 @@ def test_hostile_names_do_not_reach_the_terminal(project: NeuronProject) -> None
     assert r"x\x1b[2Jy" in ran.out
 
 
+def test_numbers_that_json_has_not_are_texts(project: NeuronProject) -> None:
+    info = b'{"a": NaN, "b": Infinity, "c": 1.5}'
+    (project.root / "a.neff").write_bytes(neffs.make_neff({"info.json": info}))
+    out = project.call("inspect", "a.neff", "--json").out
+    assert '"a": "nan"' in out
+    assert json.loads(out, parse_constant=pytest.fail)["info"] == {"a": "nan", "b": "inf", "c": 1.5}
+
+
 @pytest.fixture
 def stored(project: NeuronProject) -> tuple[NeuronProject, list[str]]:
     """A project whose cache has an entry for each unit; the NEFF of the second is half of one."""
