@@ -149,8 +149,10 @@ def _matching(units: Sequence[PlannedUnit], pattern: str | None) -> list[Planned
 def _refuse_unresolved(units: Sequence[PlannedUnit]) -> None:
     unresolved = [unit for unit in units if unit.status.value == "unresolved"]
     if unresolved:
+        from neffbuild.report.text import counted
+
         raise ConfigError(
-            f"{len(unresolved)} units cannot be keyed here: {unresolved[0].reason}",
-            field="toolchain.versions",
-            hint="install what is named, or pin its version and compile where it is installed",
+            f"{counted(len(unresolved), 'unit')} cannot be keyed here: {unresolved[0].reason}",
+            field="toolchain",
+            hint="pin what is named; what is not installed here compiles where it is",
         )

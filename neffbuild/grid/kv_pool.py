@@ -34,6 +34,8 @@ DEFAULT_CAP = 0.30
 DEFAULT_MINIMUM_GIB = 1.0
 
 PIN = "pin serve.num_gpu_blocks_override"
+# In the names of options and variables that have memory kept free by rules that are not published.
+_KEPT_FREE = ("headroom", "graph_reserve")
 # What weights take is an estimate here. It decides nothing where the cap would bind with this much more.
 _WEIGHT_MARGIN = 1.1
 
@@ -124,9 +126,9 @@ def _refuse_other_policies(serve: ServeConfig, environment: Mapping[str, str]) -
     """What makes the engine size the pool, or lay it out, in another way."""
     neuron = serve.neuron_config.model_extra or {}
     others = {**(serve.model_extra or {}), **neuron}
-    headroom = [name for name in (*others, *environment) if "headroom" in name.lower()]
-    if headroom:
-        raise _Unknown(f"{headroom[0]} is set")
+    for name in (*others, *environment):
+        if any(word in name.lower() for word in _KEPT_FREE):
+            raise _Unknown(f"{name} is set")
     if others.get("kv_cache_memory_bytes") is not None:
         raise _Unknown("kv_cache_memory_bytes is set")
     if serve.pipeline_parallel_size > 1:

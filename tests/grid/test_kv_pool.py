@@ -130,6 +130,8 @@ def test_what_is_pinned_is_so() -> None:
         (serving(LLAMA_8B), {"VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION": "measured"},
          "VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION is 'measured'"),
         (serving(LLAMA_8B), {"VLLM_NEURON_KV_GMU_BUDGET_CAP_FRACTION": "-1"}, "is '-1'"),
+        (serving(LLAMA_8B), {"VLLM_NEURON_DEVICE_GRAPH_RESERVE_GIB": "1"},
+         "VLLM_NEURON_DEVICE_GRAPH_RESERVE_GIB is set"),
         (serving(LLAMA_8B), {"VLLM_NEURON_KV_HEADROOM_GIB": "5"}, "VLLM_NEURON_KV_HEADROOM_GIB is set"),
     ],
 )  # fmt: skip
