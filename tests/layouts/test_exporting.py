@@ -6,7 +6,9 @@ import fcntl
 import json
 import os
 import random
+import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -231,6 +233,17 @@ def test_a_name_that_does_not_tell_two_programs_apart(tmp_path: Path, store: Pat
     assert later.outcome is Outcome.REFUSED
     assert "folder of its own" in (later.reason or "")
     assert content(serving) == content(old)
+
+
+def test_a_folder_whose_name_only_looks_like_ours_stays(
+    tmp_path: Path, store: Path, taken: Adopted
+) -> None:
+    host = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())
+    names = [f".neffbuild-{host}-{pid}-0123abcd" for pid in ("9" * 30, "²")]
+    for name in names:
+        (tmp_path / "serving" / name).mkdir(parents=True)
+    assert exported(store, taken.entries, tmp_path / "serving").hits
+    assert all((tmp_path / "serving" / name).is_dir() for name in names)
 
 
 def test_links_in_the_engines_cache_are_not_written_through(

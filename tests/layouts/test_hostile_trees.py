@@ -14,11 +14,12 @@ from cli_samples import Project
 from foreign_trees import NKI_ROOT, content, key_of
 from hypothesis import given
 from hypothesis import strategies as st
-from layout_samples import adopted
+from layout_samples import adopted, exported
 
 from neffbuild.cache.layouts import tree as trees
 from neffbuild.cache.layouts.kernels import below_nki_root, kernel_paths
 from neffbuild.cache.layouts.layout import State
+from neffbuild.cache.layouts.placed import Outcome
 from neffbuild.cache.layouts.tree import Tree, Unsafe
 
 SECRET = b"nobody outside may read this"
@@ -67,6 +68,28 @@ def test_no_link_pipe_or_socket_is_read(
     states = {one.place: one.state for one in result.found}
     assert states == {key_of(0): State.REFUSED, key_of(1): State.COMPLETE}
     assert SECRET not in b"".join(content(tmp_path / "store").values())
+
+
+@pytest.mark.parametrize("what", [pipe, listening, Path.touch])
+def test_nothing_but_a_folder_is_an_entry(
+    fleet: Path, tmp_path: Path, what: Callable[[Path], object]
+) -> None:
+    what(fleet / key_of(2))
+    module = foreign.xla_module(tmp_path / "xla", 0)
+    what(module.with_name("MODULE_2+abc"))
+    taken = adopted(fleet, tmp_path / "store")
+    states = {one.place: one.state for one in taken.found if one.state is not State.COMPLETE}
+    assert states == ({} if what is Path.touch else {key_of(2): State.REFUSED})
+    found = adopted(tmp_path / "xla", tmp_path / "store", "libneuronxla").found
+    assert sorted(one.state for one in found) == [State.COMPLETE, State.REFUSED]
+    serving = tmp_path / "serving"
+    serving.mkdir()
+    what(serving / key_of(0))
+    outcomes = {
+        one.place: one.outcome
+        for one in exported(tmp_path / "store", taken.entries, serving).placed
+    }
+    assert outcomes == {key_of(0): Outcome.REFUSED, key_of(1): Outcome.WRITTEN}
 
 
 def test_no_folder_is_followed_out_of_the_tree(fleet: Path, tmp_path: Path) -> None:
@@ -198,6 +221,15 @@ def test_a_graph_that_names_files_of_the_machine_gets_none_of_them(tmp_path: Pat
     kernels = [name for name in entry.files if "nki-intermediate-cache" in name]
     assert kernels == ["engine/nki-intermediate-cache/good.klir"]
     assert SECRET not in b"".join(content(tmp_path / "store").values())
+
+
+def test_a_kernel_that_no_entry_can_hold_is_a_remark(tmp_path: Path) -> None:
+    deep = "/".join(["k" * 60] * 4)
+    foreign.write(tmp_path / "nki", {deep: b"kernel"})
+    foreign.vllm_entry(tmp_path / "fleet", 0, kernels=(f"{NKI_ROOT}/{deep}",))
+    [found] = adopted(tmp_path / "fleet", tmp_path / "store", nki=tmp_path / "nki").found
+    assert found.state is State.COMPLETE
+    assert any("longer than entries hold: not shipped" in note for note in found.notes)
 
 
 def test_a_hostile_tree_ends_with_status_4_and_the_rest_is_taken(

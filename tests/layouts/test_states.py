@@ -166,6 +166,16 @@ def test_who_is_at_work_is_known_from_the_metadata_alone(tree: Path, store: Path
     assert any("stale lock" in note and str(process.pid) in note for note in found.notes)
 
 
+@pytest.mark.parametrize("pid", ["²", "9" * 5000, "9" * 40, "-1", "0", "1e3"])
+def test_a_number_that_no_process_has_is_of_a_stale_lock(tree: Path, store: Path, pid: str) -> None:
+    foreign.vllm_entry(tree, 0)
+    path = foreign.vllm_metadata(tree, 0, pid=0, name="python3", command="python3")
+    path.write_text(f"pid:{pid}\nprocess_name:python3\ncmdline:python3\n")
+    found = only(tree, store)
+    assert found.state is State.COMPLETE
+    assert any("stale lock" in note for note in found.notes)
+
+
 def test_stale_locks_are_named_and_not_waited_for(tree: Path, store: Path) -> None:
     foreign.vllm_entry(tree, 0)
     with subprocess.Popen(["true"]) as process:

@@ -28,7 +28,7 @@ from neffbuild.cache.layouts.layout import Layout, PlaceLocked, State
 from neffbuild.cache.layouts.placed import Exported, Outcome, Placed
 from neffbuild.cache.layouts.tree import Tree, Unsafe
 
-_STAGING = re.compile(r"\.neffbuild-(.+)-(\d+)-[0-9a-f]{8}")
+_STAGING = re.compile(r"\.neffbuild-(.+)-([0-9]{1,9})-[0-9a-f]{8}")
 _TAKEN = frozenset({errno.ENOTEMPTY, errno.EEXIST})
 
 

@@ -18,7 +18,7 @@ from neffbuild.cache.adopted import layout_recipe
 from neffbuild.cache.layouts.layout import Found, PlaceLocked, State
 from neffbuild.cache.layouts.locks import lock_holder
 from neffbuild.cache.layouts.neff import HEADER_BYTES, neff_fault
-from neffbuild.cache.layouts.tree import Tree
+from neffbuild.cache.layouts.tree import NO_FOLDER, Tree
 
 NAME = "libneuronxla"
 GENERATION = "legacy"
@@ -68,8 +68,8 @@ class Libneuronxla:
         version = _COMPILER.fullmatch(compiler)
         if version is None or not _MODULE.fullmatch(module):
             return Found(place, State.REFUSED, "is not named MODULE_<hlo hash>+<flags hash>")
-        if (tree.root / place).is_symlink() or (tree.root / place).is_file():
-            return Found(place, State.REFUSED, "is a link or a file where a folder belongs")
+        if tree.is_no_folder(place):
+            return Found(place, State.REFUSED, NO_FOLDER)
         everything = tree.below(place)
         inside = {name.removeprefix(f"{place}/"): file for name, file in everything.items()}
         if NEFF not in inside and LOG in inside:

@@ -30,6 +30,8 @@ MOST_DEPTH = 8
 LONGEST_NAME = 180
 """Bytes of a file's path below its root: entries hold it behind a prefix, and 255 in all."""
 
+NO_FOLDER = "is a link, file, device, pipe or socket where a folder belongs"
+
 MODE = 0o644
 """Permission bits that files of a foreign tree are recorded with. Its own say nothing about them."""
 
@@ -105,6 +107,13 @@ class Tree:
                 return _tree_file(name, os.fstat(descriptor))
         except (FileNotFoundError, NotADirectoryError, Unsafe):
             return None
+
+    def is_no_folder(self, name: str) -> bool:
+        """Whether a name is taken by something else than a folder. Raises `OSError`."""
+        try:
+            return not stat.S_ISDIR((self.root / name).lstat().st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def below(self, folder: str) -> dict[str, TreeFile]:
         """name → file, of everything at and below a folder.

@@ -30,7 +30,13 @@ from neffbuild.cache.layouts.layout import (
     OutsideFile,
     State,
 )
-from neffbuild.cache.layouts.tree import MOST_FILE_BYTES, Tree, TreeFile
+from neffbuild.cache.layouts.tree import (
+    LONGEST_NAME,
+    MOST_FILE_BYTES,
+    NO_FOLDER,
+    Tree,
+    TreeFile,
+)
 from neffbuild.cache.layouts.vllm_neuron_lock import LOCK_NAME, guarded, lock_state
 from neffbuild.cache.layouts.vllm_neuron_rules import (
     GENERATIONS,
@@ -101,8 +107,8 @@ class VllmNeuron:
         if place.startswith("nki/"):
             return self._examine_kernel_result(tree, place)
         key = place.rpartition("/")[2]
-        if (folder := tree.root / place).is_symlink() or folder.is_file():
-            return Found(place, State.REFUSED, "is a link or a file where a folder belongs")
+        if tree.is_no_folder(place):
+            return Found(place, State.REFUSED, NO_FOLDER)
         notes: list[str] = []
         files = {
             name: file
@@ -231,6 +237,11 @@ class VllmNeuron:
                 remarks.append(
                     f"names the kernel {path}, which is not there: not shipped (its NEFF needs it no more; "
                     "compiling its graph again does)"
+                )
+            elif len(below.encode()) > LONGEST_NAME or file.size > MOST_FILE_BYTES:
+                remarks.append(
+                    f"names the kernel {path}, whose path or content is longer than entries hold: "
+                    "not shipped (its NEFF needs it no more; compiling its graph again does)"
                 )
             else:
                 outside.append(OutsideFile(NKI_LAYOUT, self._kernels, file))

@@ -24,6 +24,7 @@ from neffbuild.cache.layouts.locks import is_that_process, lock_holder
 from neffbuild.cache.layouts.tree import Tree
 
 LOCK_NAME = re.compile(r"\.([0-9a-f]{32})\.compilation_metadata(?:\.lock)?")
+_PID = re.compile(r"[0-9]{1,10}")
 _MOST_BYTES = 1 << 16
 _LINES = 64
 
@@ -64,7 +65,7 @@ def lock_state(tree: Tree, place: str) -> tuple[str | None, str | None]:
         return f"{whose} holds {name}.lock", None
     if text is None:
         return None, None
-    if pid.isdigit() and is_that_process(
+    if _PID.fullmatch(pid) and is_that_process(
         int(pid), stated.get("process_name"), stated.get("cmdline")
     ):
         return f"{whose} is compiling it ({name})", None
