@@ -57,17 +57,18 @@ def command(
         serving_environment,
         settled_version,
     )
+    from neffbuild.toolchain.neuronx.command import stated_flags
+    from neffbuild.toolchain.neuronx.flags import canonical_flags
 
     config = options.only_config(words, cache)
     _require_neuron(config)
+    flags = [str(flag) for flag in canonical_flags(stated_flags(config, os.environ))]
     route = config.toolchain.route or NATIVE
     version = plugin_version or settled_version(route, config.toolchain.versions)
     cache_root = _printable(
         (vllm_neuron_cache_root(os.environ) if root is None else _cache_root(root)).absolute()
     )
-    settings = serving_environment(
-        route=route, version=version, root=cache_root, flags=config.toolchain.flags
-    )
+    settings = serving_environment(route=route, version=version, root=cache_root, flags=flags)
     checked = None if root is None else _check(config, cache_root / BELOW)
     if as_json:
         document = {

@@ -3,6 +3,7 @@ engine's cache is filled."""
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -67,24 +68,67 @@ def test_the_native_route_of_0_24_says_what_it_needs_more(project: Project) -> N
     assert settings(document)["VLLM_NEURON_BACKEND"] == "neuron_native"
 
 
+SCRATCHPAD = "--hbm-scratchpad-page-size"
+
+
 @pytest.mark.parametrize(
-    ("flags", "value"),
+    ("flags", "value", "words"),
     [
-        ([], None),
-        (["--hbm-scratchpad-page-size=2048"], "2048"),
-        (["--hbm-scratchpad-page-size", "1024"], "1024"),
-        (["-O1 --hbm-scratchpad-page-size 512"], "512"),
-        (["--hbm-scratchpad-page-size=512", "--hbm-scratchpad-page-size=2048"], "2048"),
+        ([], None, None),
+        ([f"{SCRATCHPAD}=2048"], "2048", [f"{SCRATCHPAD}=2048"]),
+        ([SCRATCHPAD, "1024"], "1024", [f"{SCRATCHPAD}=1024"]),
+        ([f"-O1 {SCRATCHPAD} 512"], "512", [f"{SCRATCHPAD}=512", "--optlevel=1"]),
+        ([f"{SCRATCHPAD}=512", f"{SCRATCHPAD}=2048"], "2048", [f"{SCRATCHPAD}=2048"]),
     ],
 )
 def test_the_scratchpad_page_size_goes_with_its_flag(
-    project: Project, flags: list[str], value: str | None
+    project: Project, flags: list[str], value: str | None, words: list[str] | None
 ) -> None:
     found = settings(env(project, flags=flags))
     assert found.get("NEURON_SCRATCHPAD_PAGE_SIZE") == value
     # The engine of this route appends them to its own, so serving needs what compiling had.
-    assert found.get("NEURON_CC_FLAGS") == (" ".join(flags) or None)
+    said = found.get("NEURON_CC_FLAGS")
+    assert (shlex.split(said) if said else None) == words
     assert "NEURON_CC_FLAGS" not in settings(env(project, flags=flags, route="xla"))
+
+
+def test_the_grouping_of_cores_goes_with_its_flag(project: Project) -> None:
+    assert "NEURON_LOGICAL_NC_CONFIG" not in settings(env(project))
+    for flag in ("--lnc=1", "-lnc 1", "--logical-nc-config=1"):
+        assert settings(env(project, flags=[flag]))["NEURON_LOGICAL_NC_CONFIG"] == "1"
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--internal-backend-options=--enable-verifier=false --enable-nested-dynamic-loop",
+        "--internal-backend-options='--enable-verifier=false --enable-nested-dynamic-loop'",
+    ],
+)
+def test_a_flag_with_spaces_is_one_flag_for_who_splits_them(project: Project, flag: str) -> None:
+    found = settings(env(project, flags=[flag, "-O1"]))["NEURON_CC_FLAGS"]
+    assert shlex.split(found or "") == [
+        "--optlevel=1",
+        "--internal-backend-options=--enable-verifier=false --enable-nested-dynamic-loop",
+    ]
+
+
+def test_flags_of_this_shell_are_kept_and_repeated_calls_say_the_same(project: Project) -> None:
+    project.environment |= {
+        "NEURON_COMPILER_OPT_LEVEL": "3",
+        "NEURON_CC_FLAGS": "-O1 --cache_dir=/c",
+    }
+    said = settings(env(project, flags=["--auto-cast=none"]))["NEURON_CC_FLAGS"]
+    assert said == "--auto-cast=none --optlevel=1"
+    project.environment["NEURON_CC_FLAGS"] = said
+    assert settings(env(project, flags=["--auto-cast=none"]))["NEURON_CC_FLAGS"] == said
+
+
+def test_flags_that_no_plan_would_take_are_refused(project: Project) -> None:
+    project.write(toolchain={"name": "neuronx", "target": "trn2", "flags": ["O1"]})
+    ran = project.call("env", "config.yaml")
+    assert ran.status == 2
+    assert "is no flag" in ran.err
 
 
 def test_a_shell_takes_it_as_it_is(project: Project, tmp_path: Path) -> None:

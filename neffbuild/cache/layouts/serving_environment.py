@@ -10,7 +10,6 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,11 @@ _BY_COMPILER = {(2, 27): "0.24", (2, 28): "0.29"}
 _BY_ROUTE = {NATIVE: "0.29", XLA: "0.24"}
 _VERSION = re.compile(r"(\d+)\.(\d+)(?:\..*)?")
 _LIBTORCH_FROM = (0, 24)
-_SCRATCHPAD = "--hbm-scratchpad-page-size"
+_RUN_TIME = {
+    "--lnc": "NEURON_LOGICAL_NC_CONFIG",
+    "--hbm-scratchpad-page-size": "NEURON_SCRATCHPAD_PAGE_SIZE",
+}
+"""What has to be at run time as it was for the compiler: flag → variable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,8 @@ def settled_version(route: str, versions: Mapping[str, str]) -> str:
 def serving_environment(
     *, route: str, version: str, root: Path, flags: Sequence[str]
 ) -> tuple[Setting, ...]:
-    """What to set, in order. `root` is `VLLM_CACHE_ROOT`, `flags` are those of the compiler.
+    """What to set, in order. `root` is `VLLM_CACHE_ROOT`, `flags` are those of the compiler, each of them
+    once as `--name=value` or `--name`.
 
     Raises `ConfigError` for a route or a version that is none.
     """
@@ -124,7 +128,7 @@ def serving_environment(
         settings.append(
             Setting(
                 "NEURON_CC_FLAGS",
-                shlex.join(word for flag in flags for word in flag.split()),
+                shlex.join(flags),
                 "the compiler's flags, as the graphs were compiled with; whether the engine's key covers "
                 "them is not in the pages seen",
                 verified=False,
@@ -138,15 +142,14 @@ def serving_environment(
                 "traces are pickles, bound to one Python and torch, and not needed for a hit",
             )
         )
-    page = scratchpad_page_size(flags)
-    if page is not None:
-        settings.append(
-            Setting(
-                "NEURON_SCRATCHPAD_PAGE_SIZE",
-                page,
-                f"must be what {_SCRATCHPAD} was when the NEFFs were compiled",
+    for flag in flags:
+        name, _, value = flag.partition("=")
+        if name in _RUN_TIME and value:
+            settings.append(
+                Setting(
+                    _RUN_TIME[name], value, f"must be what {name} was when the NEFFs were compiled"
+                )
             )
-        )
     return tuple(settings)
 
 
@@ -168,15 +171,3 @@ def _backend(route: str, release: tuple[int, int]) -> list[Setting]:
             )
         )
     return settings
-
-
-def scratchpad_page_size(flags: Sequence[str]) -> str | None:
-    """The value of `--hbm-scratchpad-page-size` among compiler flags, the last one; None without."""
-    words = [word for flag in flags for word in flag.split()]
-    size = None
-    for word, following in pairwise((*words, "")):
-        if word == _SCRATCHPAD:
-            size = following
-        elif word.startswith(f"{_SCRATCHPAD}="):
-            size = word.partition("=")[2]
-    return size or None
