@@ -76,6 +76,7 @@ def command(
     if unused := unused_fields(config.farm, farm):
         output.remark(unused)
     toolchain = load_toolchain(config.toolchain.name)
+    toolchain.identity(config)  # raises what is wrong with the config itself, with its own advice
     if reason := toolchain.refusal(config):
         raise ToolchainRefusal(reason, hint="`neffbuild plan` works for this config all the same")
     tiered = tiers.tiered_store(config, remote)

@@ -222,6 +222,12 @@ def test_another_compiler_than_planned_is_refused_before_any_compile(
     assert project.received() == []
 
 
+def test_a_mistake_in_the_config_has_its_own_advice(project: NeuronProject) -> None:
+    config = project.write_xla(flags=["--auto-cast"])
+    error = project.call("compile", config, "--json").error
+    assert (error["field"], error["hint"]) == ("toolchain.flags", "write --auto-cast=VALUE")
+
+
 def test_a_cached_unit_of_another_graph_than_is_filed_now_is_named(
     project: NeuronProject,
 ) -> None:
