@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -290,6 +290,27 @@ def test_kernel_binaries_are_not_put_where_somebody_else_may_lie_in_wait(
     )  # fmt: skip
     assert any("another file of this name" in text for text in handed.warnings)
     assert content(other) == {"a/k.klir": b"of another release"}
+
+
+@pytest.mark.parametrize("what", [Path.mkdir, lambda path: path.symlink_to("/etc/passwd")])
+def test_what_is_no_file_where_a_kernel_belongs_stays(
+    tmp_path: Path, store: Path, what: Callable[[Path], object]
+) -> None:
+    """A folder of other kernels, most of all: whoever pushed chose the name."""
+    foreign.write(tmp_path / "nki", {"a/k": b"kernel"})
+    foreign.vllm_entry(tmp_path / "fleet", 0, kernels=(f"{foreign.NKI_ROOT}/a/k",))
+    taken = adopted(tmp_path / "fleet", store, nki=tmp_path / "nki")
+    there = tmp_path / "there"
+    (there / "a").mkdir(parents=True)
+    what(there / "a/k")
+    before = (there / "a/k").lstat().st_ino
+    handed = hand_out(
+        layout_named("vllm-neuron"), DirectoryStore(store), taken.entries, tmp_path / "serving",
+        nki_root=there,
+    )  # fmt: skip
+    assert (there / "a/k").lstat().st_ino == before
+    assert any("a/k is no regular file" in text for text in handed.warnings)
+    assert handed.hits
 
 
 def test_a_cache_that_cannot_be_written_is_an_error_with_its_path(

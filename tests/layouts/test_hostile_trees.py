@@ -75,11 +75,13 @@ def test_nothing_but_a_folder_is_an_entry(
     fleet: Path, tmp_path: Path, what: Callable[[Path], object]
 ) -> None:
     what(fleet / key_of(2))
+    (fleet / "rank0").mkdir()
+    what(fleet / "rank0" / key_of(3))
     module = foreign.xla_module(tmp_path / "xla", 0)
     what(module.with_name("MODULE_2+abc"))
     taken = adopted(fleet, tmp_path / "store")
     states = {one.place: one.state for one in taken.found if one.state is not State.COMPLETE}
-    assert states == ({} if what is Path.touch else {key_of(2): State.REFUSED})
+    assert states == {key_of(2): State.REFUSED, f"rank0/{key_of(3)}": State.REFUSED}
     found = adopted(tmp_path / "xla", tmp_path / "store", "libneuronxla").found
     assert sorted(one.state for one in found) == [State.COMPLETE, State.REFUSED]
     serving = tmp_path / "serving"

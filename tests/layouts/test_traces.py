@@ -113,3 +113,16 @@ def test_two_traces_of_one_name_are_not_chosen_between(release: Project, tmp_pat
     assert status == 1
     assert not content(traces)
     assert "2 different files are stored for it" in out
+
+
+def test_a_link_among_traces_is_refused(project: Project, tmp_path: Path) -> None:
+    foreign.vllm_entry(tmp_path / "fleet", 0)
+    foreign.write(tmp_path / "traces", {"notes": b"x"})
+    (tmp_path / "traces" / TRACE).parent.mkdir(parents=True)
+    (tmp_path / "traces" / TRACE).symlink_to(tmp_path / "traces/notes")
+    ran = project.call(
+        "import", str(tmp_path / "fleet"), "--layout", "vllm-neuron",
+        "--with-traces", str(tmp_path / "traces"), "--json",
+    )  # fmt: skip
+    assert ran.status == 4
+    assert [one["key"] for one in ran.document["problems"]] == [TRACE]

@@ -41,9 +41,14 @@ class SingleFiles:
         return self.contents(tree, place)
 
     def contents(self, tree: Tree, place: str) -> Found:
+        try:
+            with tree.opened(place):
+                pass
+        except (FileNotFoundError, NotADirectoryError):
+            return Found(place, State.INCOMPLETE, "is not there")
         file = tree.file(place)
         if file is None:
-            return Found(place, State.INCOMPLETE, "is not there, or no regular file")
+            return Found(place, State.INCOMPLETE, "is gone")
         if file.size == 0:
             return Found(place, State.INCOMPLETE, "is empty")
         if file.size > MOST_FILE_BYTES:
@@ -72,7 +77,8 @@ class SingleFiles:
 
 def _traces(tree: Tree) -> Iterator[str]:
     for key in tree.names("dynamo").folders:
-        if "entry" in tree.names(f"dynamo/{key}").files:
+        names = tree.names(f"dynamo/{key}")
+        if "entry" in (*names.files, *names.others):
             yield f"dynamo/{key}/entry"
 
 

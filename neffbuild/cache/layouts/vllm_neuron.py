@@ -72,11 +72,12 @@ class VllmNeuron:
     def places(self, tree: Tree) -> Iterator[str]:
         names = tree.names()
         locked = {match[1] for name in names.files if (match := LOCK_NAME.fullmatch(name))}
-        keys = {name for name in (*names.folders, *names.others) if _KEY.fullmatch(name)}
+        keys = set(filter(_KEY.fullmatch, (*names.folders, *names.files, *names.others)))
         yield from sorted(keys | locked)
         for rank in filter(_RANK.fullmatch, names.folders):
-            below = tree.names(rank).folders
-            yield from (f"{rank}/{name}" for name in below if _KEY.fullmatch(name))
+            below = tree.names(rank)
+            inside = sorted((*below.folders, *below.files, *below.others))
+            yield from (f"{rank}/{name}" for name in inside if _KEY.fullmatch(name))
         yield from (f"nki/{name}" for name in tree.names("nki").files if name.endswith(".json"))
 
     def strays(self, tree: Tree) -> Iterator[str]:
@@ -86,10 +87,8 @@ class VllmNeuron:
                 yield f"{name!r} is a link, device, pipe or socket, and passed over"
         for name in (*names.files, *names.folders):
             if _RANK.fullmatch(name):
-                captured = [
-                    one for one in tree.names(name).folders if not _KEY.fullmatch(one)
-                ] + list(tree.names(name).files)
-                if captured:
+                inside = tree.names(name)
+                if any(not _KEY.fullmatch(one) for one in (*inside.folders, *inside.files)):
                     yield f"{name} holds graphs that were captured and not compiled"
             elif not (_KEY.fullmatch(name) or LOCK_NAME.fullmatch(name) or name == "nki"):
                 yield f"{name!r} is nothing that is known of this layout, and passed over"
