@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
+import signal
 import subprocess
+import threading
 from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import IO
 
 from neffbuild.config.build import ToolchainConfig
 from neffbuild.config.errors import ConfigError
 from neffbuild.toolchain.neuronx.routes import COMPILER, Route
 
 _SECONDS = 60
+_LAST_WORDS_SECONDS = 2.0
+_MOST_BYTES = 64 << 10
 _SAID = re.compile(r"Compiler version\s+(\d+(?:[.-]\w+)+)")
 
 
@@ -83,19 +90,36 @@ def compiler_version() -> str | None:
 @cache
 def _ask(path: str) -> str | None:
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             [path, "--version"],
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=_SECONDS,
-            check=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,  # releases differ in where they say it
+            bufsize=0,
+            start_new_session=True,
         )
-    except (OSError, ValueError, subprocess.SubprocessError):
+    except (OSError, ValueError):
         return None
-    # Releases differ in where they say it.
-    said = _SAID.search(done.stdout) or _SAID.search(done.stderr)
-    return said[1] if said else None
+    assert process.stdout is not None
+    said = bytearray()
+    reading = threading.Thread(target=_read_start, args=(process.stdout, said), daemon=True)
+    reading.start()
+    try:
+        status = process.wait(_SECONDS)
+    except subprocess.TimeoutExpired:
+        status = None
+    # A wrapper's children may go on, and hold its output open: that is not waited for.
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    reading.join(_LAST_WORDS_SECONDS)
+    found = _SAID.search(bytes(said).decode(errors="replace"))
+    return found[1] if found and status == 0 else None
+
+
+def _read_start(source: IO[bytes], start: bytearray) -> None:
+    while len(start) < _MOST_BYTES and (piece := source.read(_MOST_BYTES - len(start))):
+        start += piece
 
 
 def _distribution(tool: str) -> str | None:
