@@ -24,6 +24,8 @@ the graph) included: a key too many costs a compile, one too few a stale hit."""
 SLIDING_ATTENTION = "sliding_attention"
 """A layer with a sliding window, as `layer_types` names it."""
 
+# What `transformers` does for them when `use_sliding_window` is left out.
+_WINDOWED_ON_REQUEST = ("qwen2", "qwen3", "smollm3")
 # In the order vLLM tries them; the smallest counts.
 _LENGTH_KEYS = (
     "max_position_embeddings",
@@ -120,12 +122,14 @@ class ModelConfig:
 
     @property
     def sliding_window(self) -> int | None:
-        """Window of the sliding-window layers in positions, or None."""
-        return (
-            None
-            if self.text.get("use_sliding_window") is False
-            else self._positive("sliding_window")
-        )
+        """Window of the sliding-window layers in positions, or None. Models of which some layers may have
+        one have none unless `use_sliding_window` says so."""
+        used = self.text.get("use_sliding_window")
+        if used is None:
+            used = not str(self.text.get("model_type")).startswith(_WINDOWED_ON_REQUEST)
+        elif not isinstance(used, bool):
+            raise self._malformed("use_sliding_window", "true or false")
+        return self._positive("sliding_window") if used else None
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:

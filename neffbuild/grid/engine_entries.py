@@ -53,7 +53,7 @@ class Input(NamedTuple):
 
 
 _INPUT = re.compile(r"Input ([0-9]{1,6}):(?:\s+Shape: \(([0-9, ]{0,200})\))?")
-_PLACEHOLDER = re.compile(r"placeholder\[target=([^\]\s]{1,400})\]")
+_PLACEHOLDER = re.compile(r"placeholder\[target=([^\[\]\s]{1,400})\]")
 
 
 def compare_entries(expected: Expected, entries: Iterable[EngineEntry]) -> Conformance:
@@ -67,7 +67,7 @@ def compare_entries(expected: Expected, entries: Iterable[EngineEntry]) -> Confo
     told = unfinished = 0
     for entry in entries:
         if entry.stated_key not in (None, entry.name):
-            detail = f"its metadata is that of {entry.stated_key}: the engine refuses it"
+            detail = f"its metadata is that of {entry.stated_key!r}: the engine refuses it"
             differences.append(Difference("failed", entry.name, detail))
         try:
             shapes |= entry_shapes(expected.bucketer, entry)

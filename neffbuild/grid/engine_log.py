@@ -78,6 +78,8 @@ class EngineLog:
 _N = r"([0-9]{1,9})"
 _ESCAPES = re.compile(r"\x1b\[[0-9;:?]*[ -/]*[@-~]")
 _PROCESS = re.compile(r"\(([\w.:-]{1,60} pid=[0-9]{1,10})\)|\"process\": ?([0-9]{1,10})")
+# Where a second message begins: processes that share a pipe may lose the end of a line between them.
+_NEXT = re.compile(r"\r|(?=\([\w.:-]{1,60} pid=[0-9]{1,10}\))")
 _PAIR = re.compile(rf"\( ?{_N}, ?{_N} ?\)")
 _LISTS = {
     "decode": re.compile(
@@ -132,7 +134,10 @@ class _Reader:
         # A serving engine's log is mostly other things, and may be large.
         if not any(word in line for word in _WORDS):
             return
-        line = _ESCAPES.sub("", line)
+        for message in _NEXT.split(_ESCAPES.sub("", line)):
+            self._read_message(message)
+
+    def _read_message(self, line: str) -> None:
         process = _PROCESS.search(line)
         tag = (process[1] or process[2]) if process else ""
         for name, phase in self._phases.items():

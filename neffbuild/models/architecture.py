@@ -150,11 +150,16 @@ def _refuse_variations(config: Mapping[str, Any]) -> None:
 def _layer_windows(config: Mapping[str, Any], architecture: object) -> tuple[int | None, ...]:
     kinds = config.get("layer_types")
     for kind in kinds if isinstance(kinds, list) else []:
-        if kind not in _LAYER_TYPES:
+        if not isinstance(kind, str) or kind not in _LAYER_TYPES:
             raise _malformed("layer_types", kind, "layers of " + " or ".join(sorted(_LAYER_TYPES)))
     if architecture in _WINDOW_BY_DEFAULT and "sliding_window" not in config:
         # Left out, it is one number to transformers and another to who left it out.
         raise _malformed("sliding_window", None, "it stated: a positive integer, or null for none")
+    if architecture == _BIASED and config.get("use_sliding_window"):
+        if "sliding_window" not in config:
+            raise _malformed("sliding_window", None, "it stated where it is in use")
+        if kinds is None and config.get("max_window_layers") is None:
+            raise _malformed("max_window_layers", None, "it stated: the layers without a window")
     try:
         return ModelConfig("being served", config).layer_windows
     except ConfigError as error:

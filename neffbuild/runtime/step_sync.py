@@ -14,8 +14,11 @@ import torch.distributed as dist
 
 from neffbuild.config.build import BuildConfig
 from neffbuild.config.errors import ConfigError, NeffbuildError
+from neffbuild.config.values import shown
 from neffbuild.grid.ranks import steps_are_synced
 from neffbuild.grid.select import IDLE, StepState
+
+_MOST = torch.iinfo(torch.int32).max
 
 
 class RankLost(NeffbuildError):
@@ -37,6 +40,7 @@ class StepSync:
         self._number = -1
         self._state = IDLE
         self._buffer = torch.zeros(len(IDLE), dtype=torch.int32)
+        self._lost: RankLost | None = None
 
     @property
     def active(self) -> bool:
@@ -61,6 +65,13 @@ class StepSync:
                 hint="hand in a CPU group of the data-parallel ranks: "
                 "torch.distributed.new_group(ranks, backend='gloo')",
             )
+        if not isinstance(group, dist.ProcessGroup):
+            raise ConfigError(
+                f"what was handed in as process group is {shown(group)}: no group that this rank is in",
+                field="group",
+                hint="hand in the group of this rank's own data-parallel ranks: torch.distributed.new_group "
+                "gives a group to its members only",
+            )
         if group.size() != serve.data_parallel_size:
             raise ConfigError(
                 f"the process group has {group.size()} ranks; allowed: data_parallel_size, "
@@ -68,7 +79,7 @@ class StepSync:
                 field="group",
                 value=group.size(),
             )
-        if (backend := dist.get_backend(group)) == dist.Backend.NCCL:
+        if (backend := _backend(group)) == dist.Backend.NCCL:
             raise ConfigError(
                 f"the process group is of backend {backend}, which reduces no tensor in host memory",
                 field="group",
@@ -85,8 +96,11 @@ class StepSync:
         Preparing one again (an engine that schedules ahead does, when it knows the tokens) gives what
         was reduced the first time, whatever `state` is by then: peers do not reduce twice.
 
-        Raises `ConfigError` for a step before the last, `RankLost` when a peer is gone.
+        Raises `ConfigError` for a step before the last, `RankLost` when a peer is gone, and from then on.
         """
+        if self._lost is not None:
+            # Whether the peers still wait in the reduce that failed, nobody knows.
+            raise self._lost
         if number == self._number:
             return self._state
         if number < self._number:
@@ -103,13 +117,25 @@ class StepSync:
 
     def _reduced(self, group: dist.ProcessGroup, state: StepState) -> StepState:
         buffer = self._buffer
-        buffer.numpy()[:] = state
+        # No ladder goes as far as int32. A rank that failed here would leave its peers waiting; like this
+        # all of them are told that the step fits no program.
+        buffer.numpy()[:] = [min(value, _MOST) for value in state]
         self.collectives += 1
         try:
             dist.all_reduce(buffer, op=dist.ReduceOp.MAX, group=group)
         except RuntimeError as error:
-            raise RankLost(
+            self._lost = RankLost(
                 f"the ranks' states of a step could not be reduced: {error}",
                 hint="a data-parallel rank has ended or does not take part; restart all of them",
-            ) from error
+            )
+            raise self._lost from error
         return StepState(*buffer.tolist())
+
+
+def _backend(group: dist.ProcessGroup) -> str | None:
+    """None for a group that was made without the default one, as vLLM's data-parallel group is: torch does
+    not know what it called it."""
+    try:
+        return dist.get_backend(group)
+    except ValueError:
+        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from time import process_time
 
 import pytest
 from engine_samples import graph_inputs, write_entry
@@ -96,6 +97,26 @@ def test_contexts_of_one_width_are_one_program(tmp_path) -> None:
     write_entry(tmp_path, 1, graph_inputs(plan.bucketer, shape))
     [entry] = engine_entries(tmp_path)
     assert {one.context_len for one in entry_shapes(plan.bucketer, entry)} == {128, 256}
+
+
+def test_texts_of_an_entry_cost_no_more_than_reading_them_and_say_no_lines_of_ours(
+    tmp_path,
+) -> None:
+    plan = planned_by({})
+    shape = DecodeShape(Family.TARGET, 1, 1, 4096)
+    entry = write_entry(
+        tmp_path, 1, graph_inputs(plan.bucketer, shape), stated="1\\n\\u001b[2Jall well"
+    )
+    graph = entry / "fxgraph.txt"
+    graph.write_text(graph.read_text() + "placeholder[target=" * 400_000)
+    started = process_time()
+    [difference] = [
+        one
+        for one in compare_entries(plan, engine_entries(tmp_path)).differences
+        if one.kind == "failed"
+    ]
+    assert process_time() - started < 2
+    assert difference.detail.isprintable()
 
 
 @pytest.mark.parametrize("stop", [0, 1, 40])

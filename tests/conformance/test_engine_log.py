@@ -42,6 +42,15 @@ def test_ranks_that_say_the_same_are_one_and_others_are_not() -> None:
     assert log.decode.lists == {frozenset(PAIRS), frozenset(fewer)}
 
 
+@pytest.mark.parametrize("between", ["", " ", "\r", "\r\n"])
+def test_messages_that_share_a_line_are_two(between: str) -> None:
+    fewer = PAIRS[:-1]
+    line = between.join([extracting(PAIRS, process=RANKS[0]), extracting(fewer, process=RANKS[1])])
+    assert read_engine_log([line]).decode.lists == {frozenset(PAIRS), frozenset(fewer)}
+    cut = extracting(PAIRS, process=RANKS[0])[:-30] + extracting(fewer, process=RANKS[1])
+    assert read_engine_log([cut]).decode.lists == {frozenset(fewer)}
+
+
 def test_each_step_is_as_good_as_the_list() -> None:
     """Where the log begins after the list."""
     assert read_engine_log(steps(PAIRS)).decode.lists == WHOLE.lists

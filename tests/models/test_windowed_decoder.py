@@ -91,6 +91,13 @@ def test_layers_are_grouped_by_their_windows():
     assert windows(sliding_window=9, layer_types=["full_attention"] * 3)[1] == (None,)
 
 
+QWEN_2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "use_sliding_window": True,
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
@@ -99,6 +106,10 @@ def test_layers_are_grouped_by_their_windows():
         ({"layer_types": ["sliding_attention"] * 2}, "model.sliding_window"),
         ({"sliding_window": "wide"}, "model.sliding_window"),
         ({"architectures": ["MistralForCausalLM"]}, "model.sliding_window"),
+        ({"layer_types": [["full_attention"], {}]}, "model.layer_types"),
+        ({"use_sliding_window": "false"}, "model.use_sliding_window"),
+        (QWEN_2 | {"max_window_layers": 1}, "model.sliding_window"),
+        (QWEN_2 | {"sliding_window": 9}, "model.max_window_layers"),
     ],
 )
 def test_windows_that_are_not_computed_are_refused_by_name(changes, field):
@@ -110,6 +121,18 @@ def test_windows_that_are_not_computed_are_refused_by_name(changes, field):
 def test_a_window_that_is_stated_as_none_is_none():
     config = stated(architectures=["MistralForCausalLM"], sliding_window=None)
     assert not LlamaArchitecture.from_config(config).has_windows
+
+
+@pytest.mark.parametrize("use", [{}, {"use_sliding_window": False}, {"use_sliding_window": True}])
+def test_qwen_2_has_windows_on_request_as_transformers_has(use):
+    config = {
+        key: value for key, value in (stated() | QWEN_2).items() if key != "use_sliding_window"
+    }
+    config |= {"sliding_window": 9, "max_window_layers": 1} | use
+    theirs = Qwen2Config(**config)
+    windowed = [kind == "sliding_attention" for kind in theirs.layer_types]
+    ours = LlamaArchitecture.from_config(config).layer_windows
+    assert ours == tuple(theirs.sliding_window if one else None for one in windowed)
 
 
 def test_a_model_without_windows_is_what_it_was():

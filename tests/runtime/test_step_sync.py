@@ -7,10 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from step_sync_samples import bucketer_of, config_of
 from sync_rank import run
@@ -18,7 +21,7 @@ from sync_rank import run
 from neffbuild.config.errors import ConfigError
 from neffbuild.grid.ranks import COMPONENT_DP_SIZES, steps_are_synced
 from neffbuild.grid.select import IDLE, StepState
-from neffbuild.runtime.step_sync import StepSync
+from neffbuild.runtime.step_sync import RankLost, StepSync
 
 STEPS = 2000
 HERE = Path(__file__).parent
@@ -103,6 +106,8 @@ def test_a_group_that_is_missing_or_of_another_size_is_refused(tmp_path: Path) -
     try:
         with pytest.raises(ConfigError, match="has 1 ranks; allowed: data_parallel_size, 2"):
             StepSync.from_config(config_of(2), dist.group.WORLD)
+        with pytest.raises(ConfigError, match="no group that this rank is in"):
+            StepSync.from_config(config_of(2), dist.GroupMember.NON_GROUP_MEMBER)
     finally:
         dist.destroy_process_group()
 
@@ -115,6 +120,39 @@ def test_a_step_is_reduced_once() -> None:
     assert sync.prepare(5) == IDLE
     with pytest.raises(ConfigError, match="step 4 was prepared after step 5"):
         sync.prepare(4, state)
+
+
+def group_of_its_own(rank: int, ranks: int, store: Path, seconds: float = 20) -> dist.ProcessGroup:
+    """A group made without the default one, as vLLM's data-parallel group is."""
+    prefixed = dist.PrefixStore("step", dist.FileStore(str(store), ranks))
+    group = dist.ProcessGroup(prefixed, rank, ranks)
+    gloo = dist.ProcessGroupGloo(prefixed, rank, ranks, timeout=timedelta(seconds=seconds))
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    return group
+
+
+def syncs(tmp_path: Path, seconds: float = 20) -> list[StepSync]:
+    """Those of two ranks, which are threads here."""
+    with ThreadPoolExecutor(2) as pool:
+        groups = pool.map(lambda rank: group_of_its_own(rank, 2, tmp_path / "r", seconds), range(2))
+        return [StepSync.from_config(config_of(2), group) for group in groups]
+
+
+def test_a_group_that_torch_knows_no_backend_of_reduces_as_any(tmp_path: Path) -> None:
+    states = [StepState(3, 1 << 40), StepState(5, 10, draft_room=7)]
+    with ThreadPoolExecutor(2) as pool:
+        synced = pool.map(lambda sync, state: sync.prepare(0, state), syncs(tmp_path), states)
+        # More than the vector holds is too much for any program: all ranks learn it, none waits.
+        assert list(synced) == [StepState(5, (1 << 31) - 1, draft_room=7)] * 2
+
+
+def test_a_reduce_that_failed_is_not_made_again(tmp_path: Path) -> None:
+    alone, _ = syncs(tmp_path, seconds=0.3)
+    for number in (0, 0, 1):
+        with pytest.raises(RankLost):
+            alone.prepare(number)
+    assert alone.collectives == 1
 
 
 def test_a_peer_that_dies_is_an_error_and_no_hang(tmp_path: Path) -> None:
