@@ -94,6 +94,13 @@ def _path(source: str) -> Path:
     from neffbuild.cache.directory import DirectoryStore
     from neffbuild.cache.open import open_store
 
+    if not source:  # an unset variable, which must not mean the working directory
+        raise ConfigError(
+            "'' is no path",
+            field="source",
+            value=source,
+            hint="name the directory or tar to import",
+        )
     if "://" not in source:
         return Path(source)
     store = open_store(source)

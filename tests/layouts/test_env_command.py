@@ -3,6 +3,7 @@ engine's cache is filled."""
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import subprocess
@@ -214,6 +215,22 @@ def test_without_a_manifest_the_cache_has_to_hold_something_and_nothing_half(
     assert ran.document["check"]["manifest"] is None
     foreign.vllm_entry(root / "neuron/compile_cache", 1, sentinel=None)
     assert project.call(*line).status == 1
+
+
+def test_a_cache_in_a_folder_that_cannot_be_entered(project: Project, tmp_path: Path) -> None:
+    (tmp_path / "closed/vllm").mkdir(parents=True)
+    (tmp_path / "closed").chmod(0)
+    prefix: tuple[str, ...] = ()
+    if os.getuid() == 0:
+        if shutil.which("setpriv") is None:
+            pytest.skip("needs setpriv to be refused anything")
+        less = "-dac_override,-dac_read_search"
+        prefix = ("setpriv", f"--bounding-set={less}", f"--inh-caps={less}")
+    project.write(toolchain={"name": "neuronx", "target": "trn2"})
+    ran = project.run("env", "config.yaml", "--root", str(tmp_path / "closed/vllm"), prefix=prefix)
+    (tmp_path / "closed").chmod(0o755)
+    assert ran.status == 3, ran
+    assert "Permission denied" in ran.err
 
 
 def test_what_is_refused(project: Project) -> None:

@@ -261,6 +261,9 @@ def test_links_in_the_engines_cache_are_not_written_through(
     (tmp_path / "ts" / key_of(0)[:2]).symlink_to(elsewhere)
     torch = adopted(tmp_path / "t", store, "torch-neuronx")
     assert outcomes(tmp_path / "ts", store, torch, "torch-neuronx") == [Outcome.REFUSED]
+    (tmp_path / "ts" / key_of(0)[:2]).unlink()
+    os.mkfifo(tmp_path / "ts" / key_of(0)[:2])
+    assert outcomes(tmp_path / "ts", store, torch, "torch-neuronx") == [Outcome.REFUSED]
     assert not content(elsewhere)
 
 

@@ -3,6 +3,7 @@ rest of them is."""
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Callable
@@ -223,6 +224,22 @@ def test_a_graph_that_names_files_of_the_machine_gets_none_of_them(tmp_path: Pat
     kernels = [name for name in entry.files if "nki-intermediate-cache" in name]
     assert kernels == ["engine/nki-intermediate-cache/good.klir"]
     assert SECRET not in b"".join(content(tmp_path / "store").values())
+
+
+def test_what_cannot_be_read_is_named(
+    fleet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders, opened = [(fleet / key_of(0)).stat().st_ino], os.open
+
+    def refuse(path: object, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if path == "command.txt" and dir_fd is not None and os.fstat(dir_fd).st_ino in folders:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return opened(path, flags, mode, dir_fd=dir_fd)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", refuse)
+    found = {one.place: one for one in adopted(fleet, tmp_path / "store").found}
+    assert found[key_of(0)].reason == "cannot be read: Permission denied (command.txt)"
+    assert found[key_of(1)].state is State.COMPLETE
 
 
 def test_a_kernel_that_no_entry_can_hold_is_a_remark(tmp_path: Path) -> None:

@@ -251,6 +251,7 @@ def test_options_that_go_together(project: Project, tmp_path: Path) -> None:
             "allowed: vllm-neuron, torch-neuronx, libneuronxla",
         ),
         (("import", "fleet", "--layout", "vllm-neuron"), "is not there"),
+        (("import", "", "--layout", "vllm-neuron"), "is no path"),
         (("import", "fleet", "--nki-cache", "x"), "--nki-cache goes with --layout"),
         (("pull", "remote", "--tag", "a:b", "--layout", "vllm-neuron"), "needs --into"),
         (("pull", "remote", "--tag", "a:b", "--into", "x"), "--into goes with --layout"),

@@ -172,7 +172,9 @@ def judged(layout: Layout, tree: Tree, place: str) -> Found:
     except Unsafe as error:
         return Found(place, State.REFUSED, str(error))
     except OSError as error:
-        return Found(place, State.INCOMPLETE, f"cannot be read: {error.strerror or error}")
+        which = f" ({error.filename})" if isinstance(error.filename, str) else ""
+        reason = f"cannot be read: {error.strerror or error}{which}"
+        return Found(place, State.INCOMPLETE, reason)
 
 
 def _places(layout: Layout, tree: Tree) -> list[str]:

@@ -26,7 +26,7 @@ from neffbuild.cache.layouts.candidates import Candidate, places_of
 from neffbuild.cache.layouts.counted import Counted
 from neffbuild.cache.layouts.layout import Layout, PlaceLocked, State
 from neffbuild.cache.layouts.placed import Exported, Outcome, Placed
-from neffbuild.cache.layouts.tree import Tree, Unsafe
+from neffbuild.cache.layouts.tree import NO_FOLDER, Tree, Unsafe
 
 _STAGING = re.compile(r"\.neffbuild-(.+)-([0-9]{1,9})-[0-9a-f]{8}")
 _TAKEN = frozenset({errno.ENOTEMPTY, errno.EEXIST})
@@ -106,8 +106,8 @@ class _Exporting:
         """What a place is where nothing can or need be written; None where something is to be."""
         tree = Tree(self._root)
         for above in _above(place):
-            if (folder := self._root / above).is_symlink() or folder.is_file():
-                return Placed(place, Outcome.REFUSED, f"{folder} is a link or a file")
+            if tree.is_no_folder(above):
+                return Placed(place, Outcome.REFUSED, f"{self._root / above} {NO_FOLDER}")
         found = judged(self._layout, tree, place)
         match found.state:
             case State.LOCKED:

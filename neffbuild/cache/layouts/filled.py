@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from neffbuild.cache import files, filesystem
 from neffbuild.cache.entry import Entry
 from neffbuild.cache.layouts.adopting import examined, judged
 from neffbuild.cache.layouts.candidates import places_of
@@ -29,7 +30,9 @@ def filled(layout: Layout, root: Path, entries: Mapping[str, Entry] | None) -> F
     """How far the cache at `root` holds what `entries` have for the layout; where there are none to go by,
     everything in it. Raises `StoreError` where it cannot be read."""
     tree = Tree(root)
-    if not root.is_dir():
+    with files.refusals("read", root):
+        there = filesystem.is_folder(root)
+    if not there:
         found = [
             Found(place, State.INCOMPLETE, "is not there") for place in _wanted(layout, entries)
         ]
