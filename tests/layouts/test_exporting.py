@@ -295,6 +295,24 @@ def test_kernel_binaries_are_not_put_where_somebody_else_may_lie_in_wait(
     assert content(other) == {"a/k.klir": b"of another release"}
 
 
+def test_kernels_that_are_found_later_are_handed_out_too(tmp_path: Path, store: Path) -> None:
+    """Taken over without `--nki-cache` at first, as the remark was read after that."""
+    foreign.write(tmp_path / "nki", {"a/k": b"kernel", "b/k": b"another"})
+    paths = tuple(f"{foreign.NKI_ROOT}/{name}" for name in ("a/k", "b/k"))
+    foreign.vllm_entry(tmp_path / "fleet", 0, kernels=paths)
+    first = adopted(tmp_path / "fleet", store)
+    again = adopted(tmp_path / "fleet", store, nki=tmp_path / "nki")
+    third = adopted(tmp_path / "fleet", store, nki=tmp_path / "nki")
+    assert [len(one.imported) for one in (first, again, third)] == [1, 2, 0]
+    assert third.entries == again.entries
+    handed = hand_out(
+        layout_named("vllm-neuron"), DirectoryStore(store), third.entries, tmp_path / "serving",
+        nki_root=tmp_path / "there",
+    )  # fmt: skip
+    assert handed.hits
+    assert content(tmp_path / "there") == {"a/k": b"kernel", "b/k": b"another"}
+
+
 @pytest.mark.parametrize("what", [Path.mkdir, lambda path: path.symlink_to("/etc/passwd")])
 def test_what_is_no_file_where_a_kernel_belongs_stays(
     tmp_path: Path, store: Path, what: Callable[[Path], object]

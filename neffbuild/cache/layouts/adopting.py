@@ -18,6 +18,7 @@ from neffbuild.cache.directory import DirectoryStore
 from neffbuild.cache.entry import Entry, FileRecord
 from neffbuild.cache.layouts.counted import Counted
 from neffbuild.cache.layouts.layout import Found, Layout, State, entry_file
+from neffbuild.cache.layouts.single_files import KERNELS
 from neffbuild.cache.layouts.tree import Tree, TreeFile, Unsafe
 from neffbuild.cache.lease import leased
 from neffbuild.cache.problem import FileCheck
@@ -78,7 +79,7 @@ class _Adopting:
         self._progress = progress
         self._counted = Counted(None, 0)
         self._blobs: set[str] = set()
-        self._taken: dict[str, tuple[Entry, bool]] = {}
+        self._taken: dict[str, list[tuple[Entry, bool]]] = {}
         self._faults: dict[str, str] = {}
 
     def run(self) -> Adopted:
@@ -88,10 +89,11 @@ class _Adopting:
         sizes = (file.size for one in whole for file in one.files.values())
         self._counted = Counted(self._progress, sum(sizes))
         in_parallel(self._try, whole, WORKERS)
+        taken = [one for of_place in self._taken.values() for one in of_place]
         return Adopted(
             tuple(self._judged_again(one) for one in found),
-            {entry.key: entry for entry, _ in self._taken.values()},
-            frozenset(entry.key for entry, is_new in self._taken.values() if is_new),
+            {entry.key: entry for entry, _ in taken},
+            frozenset(entry.key for entry, is_new in taken if is_new),
             tuple(_strays(self._layout, self._tree)),
             len(self._blobs),
             self._counted.done,
@@ -99,7 +101,8 @@ class _Adopting:
 
     def _try(self, one: Found) -> None:
         try:
-            self._taken[one.place] = self._take(one)
+            entry, is_new = self._take(self._layout.name, self._tree, one)
+            self._taken[one.place] = [(entry, is_new), *self._kernels_beside(entry, one)]
         except (Unsafe, IntegrityError, OSError) as error:
             self._faults[one.place] = str(error)
 
@@ -109,27 +112,36 @@ class _Adopting:
             return one
         return replace(one, state=State.INCOMPLETE, reason=fault, recipe=None)
 
-    def _take(self, one: Found) -> tuple[Entry, bool]:
+    def _kernels_beside(self, entry: Entry, one: Found) -> Iterator[tuple[Entry, bool]]:
+        """Kernels that were not there when the entry was taken over. Entries are for ever, so each of them
+        is one of its own."""
+        for outside in one.outside:
+            if entry_file(outside.layout, outside.file.name) not in entry.files:
+                kernel = KERNELS.contents(outside.tree, outside.file.name)
+                if kernel.recipe is not None:
+                    yield self._take(KERNELS.name, outside.tree, kernel)
+
+    def _take(self, layout: str, tree: Tree, one: Found) -> tuple[Entry, bool]:
         assert one.recipe is not None
         assert one.graph is not None
         key = digest_document(one.recipe)
         there = read_entry(self._store, key)
         if isinstance(there, Hit):
             return there.entry, False
-        sources = self._sources(one)
-        records = {name: tree.record(file) for name, (tree, file) in sources.items()}
+        sources = _sources(layout, tree, one)
+        records = {name: where.record(file) for name, (where, file) in sources.items()}
         entry = Entry(
             recipe=one.recipe,
             files=records,
-            graph_digest=records[entry_file(self._layout.name, one.graph)].digest,
+            graph_digest=records[entry_file(layout, one.graph)].digest,
             graph_key=key,
             statistics={"adopted_from": self._layout.name},
         )
         # Parsed as a reader will: a name that no entry may hold is refused before anything is copied.
         Entry.from_document(entry.document(), expected_key=key)
         with leased(self._store, documents=[entry_name(key)], blobs=entry.blobs):
-            for name, (tree, file) in sources.items():
-                self._copy(records[name], tree, file)
+            for name, (where, file) in sources.items():
+                self._copy(records[name], where, file)
             for name, record in records.items():
                 self._check(name, record)
             write_entries(self._store, {key: entry})
@@ -140,22 +152,22 @@ class _Adopting:
             if name.endswith(ending) and (fault := check(self._store.blob_path(record.digest))):
                 raise Unsafe(f"{name.rpartition('/')[2]}: {fault}")
 
-    def _sources(self, one: Found) -> dict[str, tuple[Tree, TreeFile]]:
-        sources = {
-            entry_file(self._layout.name, name): (self._tree, file)
-            for name, file in one.files.items()
-        }
-        for outside in one.outside:
-            name = entry_file(outside.layout, outside.file.name)
-            sources[name] = (outside.tree, outside.file)
-        return sources
-
     def _copy(self, record: FileRecord, tree: Tree, file: TreeFile) -> None:
         if self._store.check_blob(record.digest, record.size) is None:
             return
         self._store.receive_blob(record.digest, record.size, record.mode, tree.source(file))
         self._blobs.add(record.digest)
         self._counted.add(record.size)
+
+
+def _sources(layout: str, tree: Tree, one: Found) -> dict[str, tuple[Tree, TreeFile]]:
+    """Name in an entry → the file, and the tree it is in."""
+    own = {entry_file(layout, name): (tree, file) for name, file in one.files.items()}
+    beside = {
+        entry_file(outside.layout, outside.file.name): (outside.tree, outside.file)
+        for outside in one.outside
+    }
+    return own | beside
 
 
 def examined(layout: Layout, tree: Tree) -> Iterator[Found]:
