@@ -26,9 +26,11 @@ def local_seq_lens(seq_lens: Tensor, dcp_size: int, interleave: int) -> Tensor:
     """
     _require_positive(dcp_size, interleave)
     rounds = interleave * dcp_size
-    ranks = torch.arange(dcp_size, dtype=seq_lens.dtype)[:, None]
-    of_last_round = (seq_lens % rounds - ranks * interleave).clamp(0, interleave)
-    return torch.div(seq_lens, rounds, rounding_mode="floor") * interleave + of_last_round
+    # In int64: a narrow or unsigned dtype holds the lengths, and not what they are reckoned with.
+    lengths, ranks = seq_lens.long(), torch.arange(dcp_size)[:, None]
+    of_last_round = (lengths % rounds - ranks * interleave).clamp(0, interleave)
+    whole = torch.div(lengths, rounds, rounding_mode="floor") * interleave
+    return (whole + of_last_round).to(seq_lens.dtype)
 
 
 def placement(positions: Tensor, dcp_size: int, interleave: int) -> tuple[Tensor, Tensor]:

@@ -51,6 +51,15 @@ def test_local_lengths_are_those_of_placement(
     assert most <= padded < max(most, 1) + BLOCK_SIZE
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16])
+def test_narrow_lengths_are_reckoned_with_as_wide_ones(dtype: torch.dtype) -> None:
+    lengths = torch.tensor([0, 5, 100], dtype=dtype)
+    for interleave in (16, 1 << 14):
+        local = local_seq_lens(lengths, 4, interleave)
+        assert local.dtype == dtype
+        assert local.tolist() == local_seq_lens(lengths.long(), 4, interleave).tolist()
+
+
 @given(st.integers(1, 1000), sizes, interleaves)
 def test_positions_are_found_where_they_were_placed(
     seq_len: int, dcp_size: int, interleave: int
