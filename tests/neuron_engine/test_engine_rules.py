@@ -273,6 +273,31 @@ def test_what_cannot_be_started_is_refused_with_the_reason(
     assert project.starts() == []
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("NEURON_CC_FLAGS", "-O3 --cache_dir=/c", "NEURON_CC_FLAGS has --optlevel=3, and"),
+        ("NEURON_CC_FLAGS", "--cache_dir=/c --verbose=35 --target trn2", None),
+        ("NEURON_LOGICAL_NC_CONFIG", "1", "NEURON_LOGICAL_NC_CONFIG is 1, and"),
+        ("NEURON_LOGICAL_NC_CONFIG", "2", None),
+    ],
+)
+def test_what_the_engines_own_command_line_has_not_is_in_no_key(
+    project: EngineProject, name: str, value: str, said: str | None
+) -> None:
+    config = project.configure()
+    before = project.call("plan", config, "--json").document
+    project.environment[name] = value
+    after = project.call("plan", config, "--json").document
+    if said is None:
+        assert after["units"] == before["units"]
+        assert after["refusal"] is None
+    else:
+        assert said in after["refusal"]
+        assert project.run("compile", config, "--json").status == 2
+        assert project.starts() == []
+
+
 def test_torch_neuronx_is_no_engine_and_why(project: EngineProject) -> None:
     config = project.configure(toolchain={"engine": "torch-neuronx", "route": "native"})
     ran = project.call("plan", config, "--json")

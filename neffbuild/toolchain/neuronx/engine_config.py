@@ -16,6 +16,7 @@ Imports neither vLLM nor torch: plans are made by this.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,8 +26,15 @@ from neffbuild.config.build import BuildConfig
 from neffbuild.grid.shapes import DecodeShape, Shape
 from neffbuild.toolchain.base import KVGroup
 from neffbuild.toolchain.kv_groups import kv_groups
+from neffbuild.toolchain.neuronx.flags import (
+    CC_FLAGS,
+    TARGET,
+    VERBOSE,
+    canonical_flags,
+    environment_flags,
+)
 from neffbuild.toolchain.neuronx.routes import BACKEND, NATIVE, REFERENCE, VLLM_NEURON, Route
-from neffbuild.toolchain.neuronx.target import TARGET_OVERRIDE
+from neffbuild.toolchain.neuronx.target import LOGICAL_CORES, TARGET_OVERRIDE, resolve_target
 
 CPU_COMPILE = "VLLM_NEURON_CPU_COMPILE"
 CPU_MODE = "VLLM_NEURON_CPU_MODE"
@@ -130,6 +138,24 @@ def start_refusal(config: BuildConfig, route: Route, versions: Mapping[str, str]
         return (
             "vLLM Neuron hands neuronx-cc arguments of its own on the route xla: unset toolchain.flags, or "
             "set toolchain.hlo_dir to graphs that it has captured"
+        )
+    return _environment_refusal(config, os.environ)
+
+
+def _environment_refusal(config: BuildConfig, environment: Mapping[str, str]) -> str | None:
+    """Why what the environment asks of neuronx-cc would be in the key and not in the NEFF: the engine's own
+    command line has neither other flags nor a grouping of cores."""
+    stated = canonical_flags(environment_flags(environment.get(CC_FLAGS, "")))
+    if words := [str(flag) for flag in stated if flag.name not in (TARGET, VERBOSE)]:
+        return (
+            f"{CC_FLAGS} has {' '.join(words)}, and vLLM Neuron hands neuronx-cc arguments of its own on the "
+            "route xla: unset it, or set toolchain.hlo_dir to graphs that it has captured"
+        )
+    target = resolve_target(config.toolchain.target, stated, environment)
+    if not target.is_default:
+        return (
+            f"{LOGICAL_CORES} is {target.lnc}, and vLLM Neuron has neuronx-cc group cores by its default on "
+            "the route xla: unset it, or set toolchain.hlo_dir to graphs that it has captured"
         )
     return None
 
