@@ -105,6 +105,10 @@ StoredKeys = Callable[[Iterable[str]], Mapping[str, str | None]]
 (a last failure, a broken entry). A key it knows nothing of is absent."""
 
 
+FiledGraph = Callable[[str], str | None]
+"""A unit's name → the digest of the graph that lies in a file for it; None where none does."""
+
+
 def make_plan(
     config: BuildConfig,
     identity: ToolchainIdentity,
@@ -113,14 +117,15 @@ def make_plan(
     stored: StoredKeys,
     *,
     rank_scopes: Sequence[str] = (ALL_RANKS,),
+    filed_graph: FiledGraph = lambda _: None,
 ) -> Plan:
     """Key every shape that can occur, once for each rank scope, and ask the store, once, which of the
-    keys it has."""
+    keys it has. A graph that is given as a file is an ingredient: nothing else tells which it is."""
     unresolved = "; ".join(identity.unresolved)
     pool = None
     if not identity.symbolic_kv_blocks:
         pool = identity.kv_blocks or num_kv_blocks(config.serve)
-    recipes = {} if unresolved else _recipes(config, identity, grid, rank_scopes, pool)
+    recipes = {} if unresolved else _recipes(config, identity, grid, rank_scopes, pool, filed_graph)
     keys = {unit: recipe_key(recipe) for unit, recipe in recipes.items()}
     known = stored(keys.values())
 
@@ -158,6 +163,7 @@ def _recipes(
     grid: Grid,
     rank_scopes: Sequence[str],
     pool: int | None,
+    filed_graph: FiledGraph,
 ) -> dict[tuple[Shape, str], dict[str, Any]]:
     shapes = [gridded.shape for gridded in grid.shapes if gridded.need is not Need.CANNOT_OCCUR]
     recipes: dict[tuple[Shape, str], dict[str, Any]] = {}
@@ -169,7 +175,10 @@ def _recipes(
             for family in dict.fromkeys(shape.family for shape in shapes)
         }
         for shape in shapes:
-            recipes[shape, rank_scope] = unit_recipe(shared[shape.family], shape)
+            recipe = unit_recipe(shared[shape.family], shape)
+            if (graph := filed_graph(unit_name(shape, rank_scope))) is not None:
+                recipe["filed_graph"] = graph
+            recipes[shape, rank_scope] = recipe
     return recipes
 
 

@@ -12,7 +12,6 @@ import click
 
 from neffbuild.cli import options, output, tiers
 from neffbuild.cli.farm import farm_options, unused_fields
-from neffbuild.cli.filed_graphs import changed_graphs
 from neffbuild.cli.selection import Selection, choose, part_of, selection_options
 from neffbuild.cli.shards import shard_option, shard_words
 from neffbuild.config.errors import ConfigError, ToolchainRefusal
@@ -91,8 +90,6 @@ def command(
         lambda shape: together(config, shape),
     )
     plan = _fetched(plan, part, tiered)
-    if changed := changed_graphs(plan, part, toolchain.capabilities.filed_graph, tiered.local):
-        output.remark(changed)
     failures = read_failures(tiered.local, [unit.key for unit in plan.units if unit.key])
     chosen = choose(plan, part, selection, failures)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 from neffbuild.cache.catalog import read_manifest, stored_keys
 from neffbuild.cache.manifest import ManifestUnit
@@ -59,7 +61,15 @@ def plan_with(config: BuildConfig, toolchain: Toolchain, stored: StoredKeys) -> 
     )
     scopes = rank_scopes(config.serve, replica_groups=capabilities.replica_groups)
     grid = _grid(identity, bucketer)
-    plan = make_plan(config, identity, bucketer, grid, stored, rank_scopes=scopes)
+    plan = make_plan(
+        config,
+        _with_graphs(config, identity),
+        bucketer,
+        grid,
+        stored,
+        rank_scopes=scopes,
+        filed_graph=partial(capabilities.filed_graph, config),
+    )
     units = (
         replace(unit, needs=capabilities.device_for(config, unit.shape))
         if unit.status is not Status.CANNOT_OCCUR
@@ -99,6 +109,15 @@ def _engine_capabilities(toolchain: Toolchain, identity: ToolchainIdentity) -> C
     return replace(
         toolchain.capabilities, prefill=None, replica_groups=False, window_columns=span_columns
     )
+
+
+def _with_graphs(config: BuildConfig, identity: ToolchainIdentity) -> ToolchainIdentity:
+    """Graphs that are given as files are in the keys: without them there are none."""
+    folder = config.toolchain.hlo_dir
+    if folder is None or Path(folder).is_dir():
+        return identity
+    lacking = f"toolchain.hlo_dir {folder} is not here, and its graphs are in the keys"
+    return replace(identity, unresolved=(*identity.unresolved, lacking))
 
 
 def _grid(identity: ToolchainIdentity, bucketer: Bucketer) -> Grid:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -228,21 +229,32 @@ def test_a_mistake_in_the_config_has_its_own_advice(project: NeuronProject) -> N
     assert (error["field"], error["hint"]) == ("toolchain.flags", "write --auto-cast=VALUE")
 
 
-def test_a_cached_unit_of_another_graph_than_is_filed_now_is_named(
-    project: NeuronProject,
-) -> None:
-    words = ("compile", project.write_xla(), "--only", "decode_b1_*")
+def test_another_graph_in_the_folder_is_another_unit(project: NeuronProject) -> None:
+    """Its name, the config and all versions are the same: nothing else tells it from the one before."""
+    config = project.write_xla()
+    words = ("compile", config, "--only", "decode_b1_*")
     assert project.call(*words).status == 0
-    assert "other graphs" not in project.call(*words).err
+    assert len(project.received()) == 2
+    assert project.call(*words).status == 0
+    assert len(project.received()) == 2
     with (project.root / "graphs" / "decode_b1_ctx1024" / "graph.hlo").open("ab") as file:
         file.write(b"of other model code")
-    again = project.call(*words)
-    assert again.status == 0
-    assert (
-        "1 cached unit is of other graphs than toolchain.hlo_dir has now: decode_b1_ctx1024;"
-        in (again.err)
-    )
-    assert len(project.received()) == 2
+    units = project.call("plan", config, "--json").document["units"]
+    assert {one["bucket_name"]: one["status"] for one in units[:2]} == {
+        "decode_b1_ctx1024": "missing",
+        "decode_b1_ctx4096": "cached",
+    }
+    assert project.call(*words).status == 0
+    assert len(project.received()) == 3
+
+
+def test_without_the_folder_of_graphs_nothing_is_keyed(project: NeuronProject) -> None:
+    config = project.write_xla()
+    shutil.rmtree(project.root / "graphs")
+    units = project.call("plan", config, "--json").document["units"]
+    assert {one["status"] for one in units} == {"unresolved"}
+    assert all("is not here, and its graphs are in the keys" in one["reason"] for one in units)
+    assert project.call("compile", config).status == 2
 
 
 @pytest.mark.parametrize(
