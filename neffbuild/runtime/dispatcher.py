@@ -185,9 +185,25 @@ class Dispatcher:
                 hint="prefill it first; the last token of a prompt is decoded, over prior state",
             )
         verified = verified_drafts(self._bucketer, step, shapes)
+        if prepared is not None:
+            self._check_prepared(shapes.target, batch.rows, verified)
         outputs = self._run_in(self._program_for(shapes.target), batch, verified)
         self._observe(shapes.target, len(batch.rows))
         return StepResult(shapes, verified, outputs)
+
+    def _check_prepared(
+        self, target: DecodeShape, rows: Sequence[Row], verified: Sequence[int]
+    ) -> None:
+        drafts = [target.query_len - 1] * len(rows) if self._uniform else verified
+        needs = [row.num_computed_tokens + 1 + more for row, more in zip(rows, drafts, strict=True)]
+        if (need := max(needs, default=0)) > target.context_len:
+            raise ConfigError(
+                f"the step was prepared for contexts of up to {target.context_len} positions, and a row of "
+                f"it needs {need}",
+                field="prepared",
+                value=need,
+                hint="prepare a step with num_computed_tokens that can only become fewer",
+            )
 
     def run_idle(self, prepared: StepShapes) -> None:
         """An idle rank's part of a step: the same programs as its peers run, over pad rows only, which
@@ -209,6 +225,8 @@ class Dispatcher:
     ) -> dict[str, Tensor]:
         rows = len(batch.rows)
         ids = program.buffers.input_ids[:rows]
+        if not len(batch.token_ids) == len(ids) == rows <= len(batch.block_table):
+            raise _unequal(batch, len(program.buffers.rows))
         ids[:, 0] = batch.token_ids.numpy()
         width = ids.shape[1]
         # Every row of a uniform program is as wide as the program; what it is wider than its own tokens
@@ -283,6 +301,16 @@ class Dispatcher:
         if call.free:
             raise _lacking(shape, call.free)
         return Program(call, executable.outputs, buffers)
+
+
+def _unequal(batch: DecodeBatch, most: int) -> ConfigError:
+    return ConfigError(
+        f"a batch of {len(batch.rows)} rows has {len(batch.token_ids)} token_ids and "
+        f"{len(batch.block_table)} rows of block_table, in a program of up to {most} rows",
+        field="batch",
+        hint="hand over the live rows alone, one token and one row of the table each; a step that was "
+        "prepared has the rows it was prepared with, or fewer",
+    )
 
 
 def _lacking(shape: DecodeShape, names: Sequence[str]) -> ConfigError:

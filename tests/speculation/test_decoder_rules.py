@@ -11,7 +11,7 @@ from spec_models import MAX_MODEL_LEN, build_config, cyclic_pair, random_pair
 from neffbuild.config.errors import AboveLadder, ConfigError
 from neffbuild.grid.acceptance import fixed_budget
 from neffbuild.grid.bucketer import QueryLenSupport
-from neffbuild.grid.select import DraftReason, PostTransferPolicy, Row, TargetReason
+from neffbuild.grid.select import DraftReason, PostTransferPolicy, Row, Step, TargetReason
 from neffbuild.grid.shapes import Family
 from neffbuild.models.decode import named_kv_caches
 from neffbuild.runtime.dispatcher import DecodeBatch, Dispatcher
@@ -135,6 +135,32 @@ def test_a_batch_wider_than_one_and_k_is_refused(support, drafts):
     with pytest.raises(AboveLadder, match="up to 4 tokens per row") as refused:
         subject.dispatcher.run(batch)
     assert "profiling and dummy batches" in refused.value.hint
+
+
+@pytest.mark.parametrize(("rows", "tokens", "tables"), [(2, 1, 2), (2, 2, 1), (1, 2, 2), (9, 9, 9)])
+def test_a_batch_whose_parts_do_not_belong_together_is_refused(rows, tokens, tables):
+    subject = serving()
+    table = subject.pool.take().expand(tables, -1)
+    batch = DecodeBatch([Row(20)] * rows, torch.ones(tokens, dtype=torch.int32), table)
+    prepared = subject.dispatcher.prepare(0, Step([Row(20)]))
+    before = [tensor.clone() for tensor in subject.pool.tensors]
+    with pytest.raises(
+        ConfigError, match=f"batch of {rows} rows has {tokens} token_ids and {tables}"
+    ):
+        subject.dispatcher.run(batch, prepared)
+    assert all(map(torch.equal, before, subject.pool.tensors))
+
+
+def test_a_step_that_outgrew_what_it_was_prepared_for_is_refused():
+    subject = serving()
+    shapes = subject.dispatcher.prepare(0, Step([Row(20)]))
+    grown = Row(shapes.target.context_len)
+    assert subject.dispatcher.prepare(0, Step([grown])) == shapes
+    batch = DecodeBatch([grown], torch.tensor([1]), subject.pool.take().unsqueeze(0))
+    with pytest.raises(
+        ConfigError, match=f"prepared for contexts of up to {shapes.target.context_len}"
+    ):
+        subject.dispatcher.run(batch, shapes)
 
 
 @pytest.mark.parametrize(
