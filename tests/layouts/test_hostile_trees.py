@@ -174,6 +174,25 @@ def test_a_file_that_changes_while_it_is_read_is_not_taken(
     assert len(result.entries) == 1
 
 
+def test_an_entry_that_goes_while_it_is_read_costs_itself_alone(
+    fleet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine whose cache it is may be at work, and the store was not at fault."""
+    record = Tree.record
+
+    def remove(tree: Tree, file: trees.TreeFile) -> object:
+        found = record(tree, file)
+        if file.name.endswith(f"{key_of(0)}/graph.hlo"):
+            (fleet / file.name).unlink()
+        return found
+
+    monkeypatch.setattr(Tree, "record", remove)
+    found = {one.place: one for one in adopted(fleet, tmp_path / "store").found}
+    assert found[key_of(0)].state is State.INCOMPLETE
+    assert "graph.hlo cannot be read any more: No such file" in (found[key_of(0)].reason or "")
+    assert found[key_of(1)].state is State.COMPLETE
+
+
 def test_a_file_that_was_exchanged_after_it_was_judged_is_not_taken(
     fleet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,9 +138,10 @@ class Tree:
         return data
 
     def record(self, file: TreeFile) -> FileRecord:
-        """Read a file to its end. Raises `Unsafe` when it is not what was seen any more, `OSError`."""
+        """Read a file to its end. Raises `Unsafe` when it is not what was seen any more."""
         content = hashlib.sha256()
-        self._copy(file, content.update)
+        for chunk in self.content(file):
+            content.update(chunk)
         return FileRecord(content.hexdigest(), file.size, MODE)
 
     def source(self, file: TreeFile) -> TreeSource:
@@ -163,14 +164,19 @@ class Tree:
                     raise Unsafe(f"{name} is no regular file")
                 yield descriptor
 
-    def _copy(self, file: TreeFile, write: Callable[[bytes], object]) -> None:
-        with self.opened(file.name) as descriptor:
-            size = 0
-            for chunk in _chunks(descriptor, file.size):
-                size += len(chunk)
-                write(chunk)
-            if size != file.size or _tree_file(file.name, os.fstat(descriptor)) != file:
-                raise Unsafe(f"{file.name} changed while it was read")
+    def content(self, file: TreeFile) -> Iterator[bytes]:
+        """A file's content to its end. Raises `Unsafe` when it is not what was seen any more, also for what
+        the system says of it then: whoever copies must not take that for an error of the copy."""
+        try:
+            with self.opened(file.name) as descriptor:
+                size = 0
+                for chunk in _chunks(descriptor, file.size):
+                    size += len(chunk)
+                    yield chunk
+                if size != file.size or _tree_file(file.name, os.fstat(descriptor)) != file:
+                    raise Unsafe(f"{file.name} changed while it was read")
+        except OSError as error:
+            raise Unsafe(f"{file.name} cannot be read any more: {error.strerror}") from error
 
     @contextlib.contextmanager
     def _folder(self, folder: str) -> Iterator[int]:
@@ -220,12 +226,9 @@ class TreeSource:
         content = hashlib.sha256()
         try:
             with filesystem.closing(filesystem.create(destination)) as target:
-
-                def write(chunk: bytes) -> None:
+                for chunk in self.tree.content(self.file):
                     content.update(chunk)
                     filesystem.write(target, chunk)
-
-                self.tree._copy(self.file, write)
             if content.hexdigest() != digest:
                 raise Unsafe(f"{self.file.name} changed while it was read")
         except Unsafe as error:
