@@ -22,6 +22,7 @@ from neffbuild.cache.layouts.kernels import below_nki_root, kernel_paths
 from neffbuild.cache.layouts.layout import State
 from neffbuild.cache.layouts.placed import Outcome
 from neffbuild.cache.layouts.tree import Tree, Unsafe
+from neffbuild.cache.layouts.vllm_neuron import VllmNeuron
 
 SECRET = b"nobody outside may read this"
 
@@ -243,6 +244,14 @@ def test_a_graph_that_names_files_of_the_machine_gets_none_of_them(tmp_path: Pat
     kernels = [name for name in entry.files if "nki-intermediate-cache" in name]
     assert kernels == ["engine/nki-intermediate-cache/good.klir"]
     assert SECRET not in b"".join(content(tmp_path / "store").values())
+
+
+def test_a_graph_that_would_fill_memory_is_not_searched(fleet: Path, tmp_path: Path) -> None:
+    graph = fleet / key_of(0) / "graph.hlo"
+    os.truncate(graph, (1 << 28) + 1)  # sparse
+    found = VllmNeuron(tmp_path / "nki").contents(Tree(fleet), key_of(0))
+    assert found.state is State.COMPLETE
+    assert any("too large to be searched" in note for note in found.notes)
 
 
 def test_what_cannot_be_read_is_named(

@@ -57,7 +57,8 @@ _KNOWN = re.compile(
     r"command\.txt|log-neuron-cc\.txt|fxgraph\.txt|example_inputs\.txt|hlo_passes/[^/]+"
 )
 _NEVER = frozenset({".cache_accessed"})
-_MOST_GRAPH = 1 << 31
+_MOST_GRAPH = 1 << 28
+"""Bytes of a graph that is searched for kernels, in memory. Weights are in none."""
 
 
 class VllmNeuron:
@@ -217,7 +218,7 @@ class VllmNeuron:
     ) -> tuple[tuple[OutsideFile, ...], tuple[str, ...]]:
         if graph.size > _MOST_GRAPH:
             return (), (f"{graph.name} is too large to be searched for kernels",)
-        return self._binaries(kernel_paths(tree.read(graph.name, MOST_FILE_BYTES) or b""))
+        return self._binaries(kernel_paths(tree.read(graph.name, _MOST_GRAPH) or b""))
 
     def _binaries(self, paths: set[str]) -> tuple[tuple[OutsideFile, ...], tuple[str, ...]]:
         outside, remarks = [], []
