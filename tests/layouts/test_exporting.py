@@ -235,6 +235,21 @@ def test_a_name_that_does_not_tell_two_programs_apart(tmp_path: Path, store: Pat
     assert content(serving) == content(old)
 
 
+@pytest.mark.parametrize("ending", ["", ".lock"])
+@pytest.mark.parametrize("what", [Path.mkdir, lambda path: path.symlink_to("/nowhere")])
+def test_a_lock_that_is_none_costs_its_entry_alone(
+    tmp_path: Path, store: Path, taken: Adopted, ending: str, what: Callable[[Path], object]
+) -> None:
+    serving = tmp_path / "serving"
+    before = content(foreign.vllm_entry(serving, 0, sentinel=None))
+    what(serving / f".{key_of(0)}.compilation_metadata{ending}")
+    found = {one.place: one for one in exported(store, taken.entries, serving).placed}
+    assert found[key_of(0)].outcome is Outcome.REFUSED
+    assert "where a lock belongs" in (found[key_of(0)].reason or "")
+    assert found[key_of(1)].outcome is Outcome.WRITTEN
+    assert content(serving / key_of(0)) == before
+
+
 def test_a_folder_whose_name_only_looks_like_ours_stays(
     tmp_path: Path, store: Path, taken: Adopted
 ) -> None:

@@ -171,6 +171,8 @@ class _Exporting:
             busy = Placed(place, Outcome.LOCKED, "somebody began to write it in the meantime")
         except PlaceLocked as error:
             busy = Placed(place, Outcome.LOCKED, str(error))
+        except Unsafe as error:
+            return Placed(place, Outcome.REFUSED, str(error))
         else:
             filesystem.sync(target.parent)
             return written

@@ -113,7 +113,7 @@ class Layout(Protocol):
 
     def guarded(self, root: Path, place: str) -> AbstractContextManager[None]:
         """Keep engines from starting on a place while it is replaced. Raises `PlaceLocked` where one
-        is at work on it already, and `OSError`."""
+        is at work on it already, `Unsafe` where its lock is none, and `OSError`."""
         ...
 
 

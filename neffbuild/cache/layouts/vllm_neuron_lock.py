@@ -21,7 +21,7 @@ import psutil
 from neffbuild.cache import filesystem
 from neffbuild.cache.layouts.layout import PlaceLocked
 from neffbuild.cache.layouts.locks import is_that_process, lock_holder
-from neffbuild.cache.layouts.tree import Tree
+from neffbuild.cache.layouts.tree import Tree, Unsafe
 
 LOCK_NAME = re.compile(r"\.([0-9a-f]{32})\.compilation_metadata(?:\.lock)?")
 _PID = re.compile(r"[0-9]{1,10}")
@@ -31,12 +31,16 @@ _LINES = 64
 
 @contextmanager
 def guarded(root: Path, place: str) -> Iterator[None]:
-    """Hold an entry's lock as a process that compiles it does. Raises `PlaceLocked`, `OSError`."""
+    """Hold an entry's lock as a process that compiles it does. Raises `PlaceLocked`, `Unsafe` where a link or
+    folder lies in the lock's place, `OSError`."""
     locked, _ = lock_state(Tree(root), place)
     if locked is not None:
         raise PlaceLocked(locked)
     metadata = root / _metadata_name(place)
     lock = metadata.with_name(f"{metadata.name}.lock")
+    for part in (metadata, lock):
+        if part.is_symlink() or part.is_dir():
+            raise Unsafe(f"{part} is a link or a folder where a lock belongs")
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     with filesystem.closing(os.open(lock, flags, 0o666)) as descriptor:
         try:
