@@ -256,7 +256,8 @@ def is_decode_row(row: Row) -> bool:
 def verified_drafts(bucketer: Bucketer, step: Step, shapes: StepShapes) -> list[int]:
     """How many drafts (placeholders included) each row of a decode step verifies in the chosen target
     program. It computes one token more; what a uniform program is wider than that holds placeholders."""
-    if shapes.target is None or shapes.target.family is not Family.TARGET_WITH_SPEC:
+    with_spec = shapes.target is not None and shapes.target.family is Family.TARGET_WITH_SPEC
+    if not with_spec or not step.rows:
         return [0] * len(step.rows)
     longest, spec_tokens = _longest_with_drafts(bucketer), bucketer.num_speculative_tokens
     padded = step.post_transfer_policy is PostTransferPolicy.PADDED

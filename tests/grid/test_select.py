@@ -426,3 +426,10 @@ def test_the_next_larger_program_reads_the_least_of_those_that_hold_the_step(
         assert found is not None
         assert (found.num_seqs, found.context_len) in holding
         assert found.num_seqs * found.context_len == min(r * c for r, c in holding)
+
+
+def test_a_rank_without_rows_has_nothing_to_verify_in_its_peers_step():
+    subject = spec()
+    shapes = select(subject, Step([Row(20, num_drafts=3)]))
+    assert shapes.target.family is Family.TARGET_WITH_SPEC
+    assert verified_drafts(subject, Step([]), shapes) == []
