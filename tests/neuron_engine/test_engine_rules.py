@@ -298,13 +298,6 @@ def test_what_the_engines_own_command_line_has_not_is_in_no_key(
         assert project.starts() == []
 
 
-def test_torch_neuronx_is_no_engine_and_why(project: EngineProject) -> None:
-    config = project.configure(toolchain={"engine": "torch-neuronx", "route": "native"})
-    ran = project.call("plan", config, "--json")
-    assert ran.status == 2
-    assert "little more than the name is published" in ran.error["message"]
-
-
 def test_a_shard_has_whole_rows(project: EngineProject) -> None:
     config = project.configure()
     parts = []

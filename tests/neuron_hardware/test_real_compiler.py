@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -38,12 +37,12 @@ def compiled(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     return project, first, _compile(project, config, "--cache", other)
 
 
-def write(project: Project, name: str, *flags: str) -> str:
+def write(project: Project, name: str, *flags: str, engine: str = "reference") -> str:
     return project.write(
         name,
         toolchain={
             "name": "neuronx",
-            "engine": "reference",
+            "engine": engine,
             "target": TARGET,
             "phases": "decode",
             "flags": list(flags),
@@ -166,34 +165,17 @@ def test_the_runtime_loads_a_neff(compiled: tuple[Project, Ran, Ran], device: Pa
         assert said.returncode == 0, said
 
 
-_TORCH_NEURONX = """
-import torch, torch_neuronx
-step = torch.compile(lambda x, y: (x @ y).relu(), backend="neuron", fullgraph=True, dynamic=False)
-step(torch.ones(128, 128, device="neuron"), torch.ones(128, 128, device="neuron"))
-"""
-
-
-def test_torch_neuronx_files_neffs_as_published_and_the_reader_takes_them(
-    compiler: str, tmp_path: Path
-) -> None:
-    """Its compile-only mode, into a cache of its own: `ab/cd/<32 hex digits>.neff`, one for one graph."""
+def test_torch_neuronx_files_the_neff_of_a_step_as_published(compiler: str, tmp_path: Path) -> None:
+    """Engine torch-neuronx in its compile-only mode, and its cache where it was pulled to."""
     pytest.importorskip("torch_neuronx", reason="needs TorchNeuron (torch-neuronx 2.13 or later)")
-    environment = {
-        **os.environ,
-        "TORCH_NEURONX_COMPILE_ONLY": "1",
-        "TORCH_NEURONX_NEFF_CACHE_DIR": str(tmp_path / "neffs"),
-        "TORCH_NEURONX_NEFF_LOCAL_CACHE_DIR": str(tmp_path / "local"),
-        "NEURON_PLATFORM_TARGET_OVERRIDE": TARGET,
-    }
-    said = subprocess.run(
-        [sys.executable, "-c", _TORCH_NEURONX], capture_output=True, text=True, env=environment
-    )
-    found = list((tmp_path / "neffs").glob("??/??/*.neff"))
-    assert len(found) == 1, said
-    digits = found[0].stem
-    assert (len(digits), digits[:2], digits[2:4]) == (
-        32,
-        found[0].parent.parent.name,
-        found[0].parent.name,
-    )
-    assert read_neff_file(found[0]).members
+    project = Project(tmp_path)
+    project.environment["PATH"] = os.environ["PATH"]
+    (project.root / "model" / "config.json").write_text(json.dumps(_SMALL))
+    config = write(project, "config.yaml", engine="torch-neuronx")
+    ran = _compile(project, config)
+    assert ran.status == 0, ran
+    remote, serving = str(tmp_path / "remote"), tmp_path / "serving"
+    assert project.run("push", config, "--to", remote, "--tag", "m:1").status == 0
+    into = ["--layout", "torch-neuronx", "--into", str(serving)]
+    assert project.run("pull", remote, "--tag", "m:1", *into).status == 0
+    assert len(list(serving.glob("??/??/*.neff"))) == len(neffs_of(project, project.cache))

@@ -179,7 +179,7 @@ REFUSED = [
     ({"target": None}, {}, "toolchain.target is not set; allowed: trn1, trn1n, inf2, trn2, trn3"),
     ({"target": "trn9"}, {}, "no target 'trn9'; allowed: trn1"),
     ({"route": "tpu"}, {}, "no route 'tpu'; allowed: native, xla"),
-    ({"engine": "vllm"}, {}, "no engine 'vllm'; allowed: vllm-neuron, reference"),
+    ({"engine": "vllm"}, {}, "no engine 'vllm'; allowed: vllm-neuron, reference, torch-neuronx"),
     ({"versions": {"neuron-cc": "1"}}, {}, "no tool 'neuron-cc' to pin"),
     (
         {"versions": {"neuronx-cc": "+5b7a0f21"}},

@@ -9,6 +9,7 @@ vLLM Neuron's compile arguments for the route xla.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ from neffbuild.toolchain.neuronx.flags import (
     value_of,
 )
 from neffbuild.toolchain.neuronx.routes import COMPILER, NATIVE, Route
-from neffbuild.toolchain.neuronx.target import Target
+from neffbuild.toolchain.neuronx.target import LOGICAL_CORES, TARGET_OVERRIDE, Target
 
 LOG = "log-neuron-cc.txt"
 """What the compiler writes beside what it prints; the name is its own default."""
@@ -104,6 +105,26 @@ def compile_command(route: Route, recipe: Mapping[str, Any], stated: Sequence[Fl
         *([] if Target(chip, int(lnc)).is_compilers_default else [f"--logical-nc-config={lnc}"]),
         *_others(flags, placed),
     ]
+
+
+def compiler_variables(recipe: Mapping[str, Any]) -> dict[str, str]:
+    """The compile that a recipe's `toolchain` part describes, as the variables by which torch-neuronx, which
+    calls the compiler itself, is told of it.
+
+    Flags that it gives anyway are left out: the key of its cache has the text of `NEURON_CC_FLAGS` in it.
+    """
+    flags = [_flag(text) for text in recipe["flags"]]
+    further = [
+        str(flag)
+        for flag in flags
+        if flag.name not in (LNC, OPTLEVEL) and flag not in _NATIVE_DEFAULTS
+    ]
+    return {
+        TARGET_OVERRIDE: str(recipe["target"]).partition("+")[0],
+        LOGICAL_CORES: value_of(flags, LNC) or "1",
+        OPT_LEVEL: f"-O{value_of(flags, OPTLEVEL)}",
+        **({CC_FLAGS: shlex.join(further)} if further else {}),
+    }
 
 
 def _others(flags: Sequence[Flag], placed: set[str]) -> list[str]:

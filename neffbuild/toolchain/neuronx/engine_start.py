@@ -65,8 +65,14 @@ def run_engine(options: Mapping[str, Any], environment: Mapping[str, str], folde
     is a worker's, and `environment`. What it prints goes to this process's output too."""
     request = folder / "options.json"
     request.write_text(json.dumps(options, indent=1), encoding="utf-8")
+    return run_module(_PROGRAM, request, environment, folder)
+
+
+def run_module(module: str, request: Path, environment: Mapping[str, str], folder: Path) -> Ended:
+    """Run a module as a program of its own in `folder`, told of the file `request`, and wait for its end;
+    environment and output as in `run_engine`."""
     process = subprocess.Popen(
-        [sys.executable, "-P", "-u", "-m", _PROGRAM, str(request)],
+        [sys.executable, "-P", "-u", "-m", module, str(request)],
         cwd=folder,
         env={
             **os.environ,

@@ -17,7 +17,13 @@ from neffbuild.cache.recipe import ToolchainIdentity
 from neffbuild.config.build import BuildConfig
 from neffbuild.grid.kv_pool import CAP_VARIABLE, MINIMUM_VARIABLE, KVPool, neuron_kv_pool
 from neffbuild.toolchain.neuronx.command import recipe_flags, stated_flags
-from neffbuild.toolchain.neuronx.routes import REFERENCE, VLLM_NEURON, keyed_environment, route_of
+from neffbuild.toolchain.neuronx.routes import (
+    REFERENCE,
+    TORCH_NEURONX,
+    VLLM_NEURON,
+    keyed_environment,
+    route_of,
+)
 from neffbuild.toolchain.neuronx.target import check_scratchpad, resolve_target
 from neffbuild.toolchain.neuronx.versions import planned_versions
 
@@ -33,6 +39,11 @@ _SOURCES = {
         "toolchain/neuronx/lowering.py",
         "toolchain/neuronx/portable.py",
         "toolchain/neuronx/stablehlo.py",
+    ),
+    TORCH_NEURONX: (
+        "grid/windows.py",
+        "models",
+        "toolchain/neuronx/torch_neuronx_process.py",
     ),
     VLLM_NEURON: (),
 }

@@ -2,7 +2,7 @@
 
 `native` is StableHLO, the default of SDK 2.33; `xla` the HLO of PyTorch/XLA, of the releases before and
 deprecated since. Graphs come from vLLM Neuron or from our own reference decoder, which only the native
-route captures.
+route captures: with torch-mlir, or through torch-neuronx.
 
 Source: vLLM Neuron's "How to choose a compilation route" for SDK 2.33.
 """
@@ -21,6 +21,8 @@ XLA = "xla"
 VLLM_NEURON = "vllm-neuron"
 REFERENCE = "reference"
 TORCH_NEURONX = "torch-neuronx"
+OF_REFERENCE_DECODER = (REFERENCE, TORCH_NEURONX)
+"""Engines whose graphs are our own decoder's."""
 COMPILER = "neuronx-cc"
 BACKEND = "VLLM_NEURON_BACKEND"
 
@@ -52,6 +54,12 @@ _ROUTES = (
         REFERENCE,
         (COMPILER, "torch", "torch-mlir"),
         here=(COMPILER, "torch", "torch-mlir"),
+    ),
+    Route(
+        NATIVE,
+        TORCH_NEURONX,
+        (COMPILER, "torch", "torch-neuronx"),
+        here=(COMPILER, "torch", "torch-neuronx"),
     ),
     Route(
         XLA,
@@ -94,17 +102,9 @@ def route_of(toolchain: ToolchainConfig, environment: Mapping[str, str]) -> Rout
     where the environment has vLLM Neuron take the other route.
     """
     name, engine = toolchain.route or NATIVE, toolchain.engine or VLLM_NEURON
-    if engine == TORCH_NEURONX:
-        raise ConfigError(
-            "graphs cannot be captured through torch-neuronx: of its compile-only mode little more than the "
-            f"name is published; allowed: {VLLM_NEURON}, {REFERENCE}",
-            field="toolchain.engine",
-            value=engine,
-            hint="take over what it has compiled: neffbuild import DIR --layout torch-neuronx",
-        )
     for field, value, allowed in (
         ("route", name, (NATIVE, XLA)),
-        ("engine", engine, (VLLM_NEURON, REFERENCE)),
+        ("engine", engine, (VLLM_NEURON, *OF_REFERENCE_DECODER)),
     ):
         if value not in allowed:
             raise ConfigError(

@@ -43,7 +43,13 @@ from neffbuild.toolchain.neuronx.refusal import (
     host_refusal,
     shape_refusal,
 )
-from neffbuild.toolchain.neuronx.routes import COMPILER, REFERENCE, Route, route_of
+from neffbuild.toolchain.neuronx.routes import (
+    COMPILER,
+    REFERENCE,
+    TORCH_NEURONX,
+    Route,
+    route_of,
+)
 from neffbuild.toolchain.neuronx.versions import compiler_path, version_mismatches
 
 
@@ -107,7 +113,7 @@ class NeuronxToolchain:
             from neffbuild.toolchain.neuronx import stablehlo
 
             return stablehlo.capture(unit)
-        if starts_engine(unit.config, route):
+        if route.engine == TORCH_NEURONX or starts_engine(unit.config, route):
             # One start captures and compiles: `compile` hears which graph it was.
             return Captured("", None)
         return capture_hlo(unit)
@@ -132,6 +138,10 @@ class NeuronxToolchain:
             from neffbuild.toolchain.neuronx.engine_capture import build, make_start
 
             return build(make_start(unit, self.capabilities), scratch, shared)
+        if route.engine == TORCH_NEURONX:
+            from neffbuild.toolchain.neuronx import torch_neuronx
+
+            return torch_neuronx.build(unit, scratch)
         from neffbuild.toolchain.neuronx.compile import compile_module
 
         command = compile_command(route, recipe, stated_flags(unit.config, os.environ))

@@ -1,0 +1,47 @@
+"""Compiles one step of the reference decoder through TorchNeuron, and ends. A program of its own: the first
+argument is a file with the pickled config and shape; where NEFFs go, the environment says.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+
+_DEVICE = "neuron"
+
+
+def main(path: str) -> None:
+    """Compile what the file `path` names; of what else was compiled on the way no NEFF is left."""
+    import torch
+    from torch.utils._pytree import tree_map
+
+    from neffbuild.grid.kv_blocks import num_kv_blocks
+    from neffbuild.models.decode import allocate_kv_caches, build_program, model_dtype
+
+    # Registers the device and the backend.
+    import_module("torch_neuronx")
+    config, shape = pickle.loads(Path(path).read_bytes())
+    model, inputs = build_program(config, shape)
+    # No operator runs on the device for it: each would be a program of its own to compile.
+    model.to_empty(device=_DEVICE)
+    inputs = tree_map(lambda tensor: tensor.to(_DEVICE), inputs)
+    kv_caches = allocate_kv_caches(
+        model.architecture,
+        model_dtype(config),
+        num_kv_blocks(config.serve),
+        config.serve.block_size,
+        allocate=partial(torch.empty, device=_DEVICE),
+    )
+    for neff in Path(os.environ["TORCH_NEURONX_NEFF_CACHE_DIR"]).glob("*/*/*.neff"):
+        neff.unlink()
+    step = torch.compile(model, backend="neuron", fullgraph=True, dynamic=False)
+    with torch.no_grad():
+        step(*inputs, kv_caches)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
