@@ -29,7 +29,13 @@ ENGINE: Mapping[str, Any] = {
     "target": "trn2",
     "phases": "decode",
 }
-TINY = {**MODEL, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+TINY = {
+    **MODEL,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "tie_word_embeddings": True,
+}
 UNITS = ["decode_b1_ctx1024", "decode_b1_ctx4096"]
 BLOCKS = 40
 
@@ -95,6 +101,7 @@ def test_what_torch_neuronx_compiles_is_in_its_cache_on_a_serving_machine(
             "TORCH_NEURONX_NEFF_LOCAL_CACHE_DIR": "/local",
         }
         assert asked["inputs"].count([BLOCKS, 32, 2, 4]) == 2
+        assert asked["inputs"].count([TINY["vocab_size"], 64]) == 1
     widths = [[1, 32], [1, 128]]
     assert (
         sorted(width for asked in project.asked() for width in widths if width in asked["inputs"])

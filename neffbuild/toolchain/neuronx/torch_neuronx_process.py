@@ -10,6 +10,10 @@ import sys
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _DEVICE = "neuron"
 
@@ -27,7 +31,7 @@ def main(path: str) -> None:
     config, shape = pickle.loads(Path(path).read_bytes())
     model, inputs = build_program(config, shape)
     # No operator runs on the device for it: each would be a program of its own to compile.
-    model.to_empty(device=_DEVICE)
+    _move_empty(model)
     inputs = tree_map(lambda tensor: tensor.to(_DEVICE), inputs)
     kv_caches = allocate_kv_caches(
         model.architecture,
@@ -41,6 +45,17 @@ def main(path: str) -> None:
     step = torch.compile(model, backend="neuron", fullgraph=True, dynamic=False)
     with torch.no_grad():
         step(*inputs, kv_caches)
+
+
+def _move_empty(model: nn.Module) -> None:
+    """A tied head stays one tensor, and one argument of the program, which `to_empty` makes two."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    first = {parameter: name for name, parameter in reversed(named)}
+    model.to_empty(device=_DEVICE)
+    for name, parameter in named:
+        if name != first[parameter]:
+            folder, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(folder), leaf, model.get_parameter(first[parameter]))
 
 
 if __name__ == "__main__":
