@@ -163,7 +163,8 @@ def rendered(state: FarmState, now: float, width: int) -> Any:
         figures.pop()
     room = width - _widths(figures)
     longest = max((len(one.name) for one in rows), default=0)
-    bar = min(_BAR_WIDTH, room - _GAP - min(longest, _SHORT_NAME))
+    # A name says more than a bar does.
+    bar = min(_BAR_WIDTH, room - _GAP - longest)
     has_bar = bar >= _SHORTEST_BAR
     table = Table.grid(padding=(0, _GAP, 0, 0))
     for one, *cells in zip(rows, *figures, strict=True):
