@@ -92,6 +92,14 @@ def test_a_farm_that_is_killed_takes_long_compiles_with_it(folder: Path) -> None
     assert farmtools.becomes_empty(farmtools.left_folders, 5)
 
 
+def kill_together(*processes: psutil.Process) -> None:
+    """None of them has time to notice that another is gone."""
+    for process in processes:
+        process.suspend()
+    for process in processes:
+        process.kill()
+
+
 def test_a_farm_killed_but_for_its_worker_and_compiler(folder: Path) -> None:
     farmtools.order(folder, seconds=300)
     with farmtools.start(folder, 1) as farm:
