@@ -108,8 +108,7 @@ def test_a_farm_killed_but_for_its_worker_and_compiler(folder: Path) -> None:
         assert supervisor is not None
         server = supervisor.parent()
         assert server is not None
-        for process in (psutil.Process(farm.pid), server, supervisor):
-            process.kill()
+        kill_together(psutil.Process(farm.pid), server, supervisor)
     assert farmtools.becomes_empty(lambda: [worker] if worker.is_running() else [], 5)
     # Nobody is left to end the compiler but the next farm.
     assert compiler.is_running()
