@@ -13,6 +13,8 @@ from neffbuild.cli import layouts, options, output
 from neffbuild.config.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
     from neffbuild.cache.layouts.filled import Filled
     from neffbuild.cache.layouts.serving_environment import Setting
     from neffbuild.config.build import BuildConfig
@@ -69,6 +71,7 @@ def command(
         (vllm_neuron_cache_root(os.environ) if root is None else _cache_root(root)).absolute()
     )
     settings = serving_environment(route=route, version=version, root=cache_root, flags=flags)
+    settings += _keyed(config, {one.name for one in settings})
     checked = None if root is None else _check(config, cache_root / BELOW)
     if as_json:
         document = {
@@ -90,6 +93,8 @@ def command(
 
 
 def _require_neuron(config: BuildConfig) -> None:
+    from neffbuild.toolchain.neuronx.routes import TORCH_NEURONX, VLLM_NEURON
+
     name = config.toolchain.name
     if name != "neuronx":
         raise ConfigError(
@@ -99,6 +104,29 @@ def _require_neuron(config: BuildConfig) -> None:
             hint="set toolchain.name to neuronx; other engines are told with NEFFBUILD_MANIFEST and "
             "NEFFBUILD_STRICT",
         )
+    engine = config.toolchain.engine
+    if engine not in (None, VLLM_NEURON):
+        raise ConfigError(
+            f"{config.source} is for the engine {engine}; these variables are vLLM Neuron's",
+            field="toolchain.engine",
+            value=engine,
+            hint="TorchNeuron finds what `neffbuild pull --layout torch-neuronx --into DIR` has written with "
+            "TORCH_NEURONX_NEFF_CACHE_DIR=DIR"
+            if engine == TORCH_NEURONX
+            else "only vLLM Neuron keeps a cache of its own for it",
+        )
+
+
+def _keyed(config: BuildConfig, set_already: Container[str]) -> tuple[Setting, ...]:
+    """What this shell sets of what may change a graph."""
+    from neffbuild.cache.layouts.serving_environment import Setting
+    from neffbuild.toolchain.neuronx.routes import keyed_environment, route_of
+
+    why = "set where this was written, and in the keys: the engine traces other graphs without it"
+    keyed = keyed_environment(route_of(config.toolchain, os.environ), os.environ)
+    return tuple(
+        Setting(name, keyed[name], why) for name in sorted(keyed) if name not in set_already
+    )
 
 
 def _cache_root(root: Path) -> Path:

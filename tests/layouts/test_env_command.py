@@ -125,6 +125,27 @@ def test_flags_of_this_shell_are_kept_and_repeated_calls_say_the_same(project: P
     assert settings(env(project, flags=["--auto-cast=none"]))["NEURON_CC_FLAGS"] == said
 
 
+def test_what_this_shell_sets_and_keys_hold_is_set_for_the_engine(project: Project) -> None:
+    assert "VLLM_NEURON_FUSED_SAMPLER" not in settings(env(project))
+    project.environment["VLLM_NEURON_FUSED_SAMPLER"] = "1"
+    document = env(project)
+    assert settings(document)["VLLM_NEURON_FUSED_SAMPLER"] == "1"
+    names = [one["name"] for one in document["settings"]]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("engine", ["torch-neuronx", "reference"])
+def test_other_engines_are_not_told_with_vllm_neurons_variables(
+    project: Project, engine: str
+) -> None:
+    project.write(toolchain={"name": "neuronx", "target": "trn2", "engine": engine})
+    ran = project.call("env", "config.yaml", "--json")
+    assert (ran.status, ran.document["error"]["field"]) == (2, "toolchain.engine")
+    assert ("TORCH_NEURONX_NEFF_CACHE_DIR" in ran.document["error"]["hint"]) == (
+        engine == "torch-neuronx"
+    )
+
+
 def test_flags_that_no_plan_would_take_are_refused(project: Project) -> None:
     project.write(toolchain={"name": "neuronx", "target": "trn2", "flags": ["O1"]})
     ran = project.call("env", "config.yaml")
