@@ -13,7 +13,6 @@ Never run against a real TorchNeuron.
 
 from __future__ import annotations
 
-import pickle
 import re
 import signal
 import time
@@ -21,10 +20,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from neffbuild.cache.canonical import digest_document
+from neffbuild.cache.canonical import (
+    canonical_json,
+    digest_document,
+    parse_json,
+    require_object,
+)
 from neffbuild.cache.layouts.layout import entry_file
 from neffbuild.cache.layouts.torch_neuronx import NAME, TorchNeuronx
 from neffbuild.cache.layouts.tree import Tree
+from neffbuild.config.build import BuildConfig
+from neffbuild.config.model import ModelConfig
+from neffbuild.config.serve import ServeConfig
+from neffbuild.grid.shapes import DecodeShape, shape_from_document
 from neffbuild.toolchain.base import Artifact, Unit
 from neffbuild.toolchain.failures import CompilerFailure, FailureClass
 from neffbuild.toolchain.neuronx.command import compiler_variables
@@ -52,8 +60,8 @@ def build(unit: Unit, scratch: Path) -> Artifact:
     """
     cache, told = scratch / "neffs", compiler_variables(unit.recipe["toolchain"])
     cache.mkdir()
-    request = scratch / "unit.pickle"
-    request.write_bytes(pickle.dumps((unit.config, unit.shape)))
+    request = scratch / "unit.json"
+    request.write_bytes(canonical_json(_request(unit)))
     started = time.monotonic()
     ended = run_module(_PROGRAM, request, {**told, **_confinement(scratch, cache)}, scratch)
     seconds = time.monotonic() - started
@@ -71,6 +79,32 @@ def build(unit: Unit, scratch: Path) -> Artifact:
         # TorchNeuron's key is a hash of the lowered graph, target, level and flags; the graph stays inside.
         graph_digest=digest_document({NAME: Path(place).stem}),
     )
+
+
+def _request(unit: Unit) -> dict[str, Any]:
+    """What a step of the reference decoder is made from; `requested` reads it again."""
+    config = unit.config
+    models = {"model": config.model, "draft_model": config.draft_model}
+    return {
+        "serve": config.serve.model_dump(mode="json"),
+        **{name: dict(one.architecture) if one else None for name, one in models.items()},
+        "shape": unit.shape.document(),
+    }
+
+
+def requested(data: bytes) -> tuple[BuildConfig, DecodeShape]:
+    """The config (of it, what a step is made from) and the shape that a request names."""
+    document = require_object(parse_json(data, "a unit to compile"))
+    draft = document["draft_model"]
+    config = BuildConfig(
+        source="a unit to compile",
+        serve=ServeConfig.model_validate(document["serve"]),
+        model=ModelConfig("model", document["model"]),
+        draft_model=ModelConfig("draft", draft) if draft else None,
+    )
+    shape = shape_from_document(document["shape"])
+    assert isinstance(shape, DecodeShape)  # all that the reference decoder has
+    return config, shape
 
 
 def _confinement(scratch: Path, cache: Path) -> dict[str, str]:

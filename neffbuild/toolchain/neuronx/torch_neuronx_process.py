@@ -1,11 +1,10 @@
 """Compiles one step of the reference decoder through TorchNeuron, and ends. A program of its own: the first
-argument is a file with the pickled config and shape; where NEFFs go, the environment says.
+argument is a file that names config and shape; where NEFFs go, the environment says.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 from functools import partial
 from importlib import import_module
@@ -25,10 +24,11 @@ def main(path: str) -> None:
 
     from neffbuild.grid.kv_blocks import num_kv_blocks
     from neffbuild.models.decode import allocate_kv_caches, build_program, model_dtype
+    from neffbuild.toolchain.neuronx.torch_neuronx import requested
 
     # Registers the device and the backend.
     import_module("torch_neuronx")
-    config, shape = pickle.loads(Path(path).read_bytes())
+    config, shape = requested(Path(path).read_bytes())
     model, inputs = build_program(config, shape)
     # No operator runs on the device for it: each would be a program of its own to compile.
     _move_empty(model)
