@@ -25,10 +25,10 @@ demo-eagle3: $(VENV)/.runtime
 	PATH="$(abspath $(BIN)):$$PATH" scripts/demo.sh configs/quickstart-eagle3.yaml
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadscope --no-loadscope-reorder
 
 test-slow: $(VENV)/.dev
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadscope --no-loadscope-reorder
 
 test-vllm: $(VENV)-vllm/.installed
 	$(VLLM_BIN)/python -m pytest tests/vllm

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,7 +13,6 @@ settings.register_profile(
 )
 settings.load_profile("neffbuild")
 
-_TESTS = Path(__file__).parent
 _COMPILE_ONCE = frozenset({"models", "runtime", "speculation", "toolchain", "vllm"})
 """Folders whose tests share programs that are compiled once for each process of tests."""
 _APART = frozenset({"kills"})
@@ -21,10 +20,24 @@ _APART = frozenset({"kills"})
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Which tests stay together when they are spread over processes: those that share a fixture."""
-    for item in items:
-        folder, *_ = item.path.relative_to(_TESTS).parts
-        if folder in _APART:
-            continue
-        together = folder if folder in _COMPILE_ONCE else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(together))
+    """What takes longest first, so that no process is left alone with it."""
+    items.sort(key=lambda item: _folder(item.nodeid) not in _COMPILE_ONCE | _APART)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests that share a fixture stay together when they are spread over processes (`--dist loadscope`)."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class BySharedFixtures(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            folder = _folder(nodeid)
+            if folder in _APART:
+                return nodeid
+            return folder if folder in _COMPILE_ONCE else nodeid.partition("::")[0]
+
+    return BySharedFixtures(config, log)
+
+
+def _folder(nodeid: str) -> str:
+    return nodeid.partition("::")[0].split("/")[1]
