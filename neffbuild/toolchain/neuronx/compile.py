@@ -6,23 +6,20 @@ compile that was killed; so it runs in the unit's scratch folder, and the NEFF i
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from neffbuild.toolchain.base import Artifact
 from neffbuild.toolchain.neuronx.command import LOG
 from neffbuild.toolchain.neuronx.errors import failure_of, no_neff
 from neffbuild.toolchain.neuronx.neff import Neff, NeffError, read_neff_file
+from neffbuild.toolchain.neuronx.program import run_program
 from neffbuild.toolchain.neuronx.routes import Route
 
 _FOLDER = "neuronx-cc"
-_READ_BYTES = 1 << 16
-_LAST_WORDS_SECONDS = 2.0
 _KEPT_BYTES = 256 << 10
 """Of the end of what the compiler prints, and of what it logs: errors come last."""
 
@@ -39,7 +36,8 @@ def compile_module(
     folder.mkdir()
     (folder / route.graph).write_bytes(module)
     started = time.monotonic()
-    status, said = _run(compiler, command[1:], folder)
+    ended = run_program([compiler, *command[1:]], folder)
+    status, said = ended.status, ended.output
     seconds = time.monotonic() - started
     if status != 0:
         logged = _end_of(folder / LOG)
@@ -73,35 +71,6 @@ def _whole(path: Path) -> Neff:
         return read_neff_file(path)
     except NeffError as error:
         raise no_neff(f"{path.name} is no whole NEFF: {error.message}") from error
-
-
-def _run(compiler: str, words: Sequence[str], folder: Path) -> tuple[int, str]:
-    """The exit status, as `subprocess` has it, and the end of the output."""
-    process = subprocess.Popen(
-        [compiler, *words],
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        bufsize=0,
-    )
-    assert process.stdout is not None
-    said = bytearray()
-    copying = threading.Thread(target=_copy, args=(process.stdout, said), daemon=True)
-    copying.start()
-    status = process.wait()
-    # What the compiler leaves running may hold its output open; that is not waited for.
-    copying.join(_LAST_WORDS_SECONDS)
-    return status, bytes(said).decode(errors="replace")
-
-
-def _copy(source: IO[bytes], end: bytearray) -> None:
-    """Copy `source` to this process's output as it comes, and keep the end of it in `end`."""
-    while piece := source.read(_READ_BYTES):
-        sys.stdout.buffer.write(piece)
-        sys.stdout.flush()
-        end += piece
-        del end[:-_KEPT_BYTES]
 
 
 def _end_of(path: Path) -> bytes:

@@ -6,22 +6,17 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
-import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from neffbuild.config.model import ModelConfig
 from neffbuild.toolchain.failures import CompilerFailure, FailureClass
 from neffbuild.toolchain.neuronx.errors import failure_of
+from neffbuild.toolchain.neuronx.program import Ended, run_program
 
 _PROGRAM = "neffbuild.toolchain.neuronx.engine_process"
-_READ_BYTES = 1 << 16
-_LAST_WORDS_SECONDS = 2.0
-_KEPT_BYTES = 1 << 20
 """Of the end of what the engine prints: what is wrong comes last, below tracebacks of every rank."""
 _LONGEST_LINE = 300
 
@@ -37,14 +32,6 @@ _SAID = (
     (re.compile(r"\bFATAL:"), FailureClass.COMPILER_ERROR),
 )
 _SEE_LOG = "what it said before is in the unit's log"
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How a start ended: the exit status, as `subprocess` has it, and the end of what was printed."""
-
-    status: int
-    output: str
 
 
 def model_folder(model: ModelConfig, folder: Path) -> str:
@@ -71,28 +58,16 @@ def run_engine(options: Mapping[str, Any], environment: Mapping[str, str], folde
 def run_module(module: str, request: Path, environment: Mapping[str, str], folder: Path) -> Ended:
     """Run a module as a program of its own in `folder`, told of the file `request`, and wait for its end;
     environment and output as in `run_engine`."""
-    process = subprocess.Popen(
+    return run_program(
         [sys.executable, "-P", "-u", "-m", module, str(request)],
-        cwd=folder,
-        env={
+        folder,
+        {
             **os.environ,
             # It imports what this process would.
             "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
             **environment,
         },
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        bufsize=0,
     )
-    assert process.stdout is not None
-    said = bytearray()
-    copying = threading.Thread(target=_copy, args=(process.stdout, said), daemon=True)
-    copying.start()
-    status = process.wait()
-    # What the engine leaves running may hold its output open; that is not waited for.
-    copying.join(_LAST_WORDS_SECONDS)
-    return Ended(status, bytes(said).decode(errors="replace"))
 
 
 def engine_failure(ended: Ended) -> CompilerFailure | None:
@@ -140,11 +115,3 @@ def _short(line: str) -> str:
 
 def _how(status: int) -> str:
     return f"by signal {-status}" if status < 0 else f"with exit code {status}"
-
-
-def _copy(source: IO[bytes], end: bytearray) -> None:
-    while piece := source.read(_READ_BYTES):
-        sys.stdout.buffer.write(piece)
-        sys.stdout.flush()
-        end += piece
-        del end[:-_KEPT_BYTES]

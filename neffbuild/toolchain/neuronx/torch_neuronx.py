@@ -37,9 +37,10 @@ from neffbuild.toolchain.base import Artifact, Unit
 from neffbuild.toolchain.failures import CompilerFailure, FailureClass
 from neffbuild.toolchain.neuronx.command import compiler_variables
 from neffbuild.toolchain.neuronx.compile import neff_facts
-from neffbuild.toolchain.neuronx.engine_start import Ended, run_module
+from neffbuild.toolchain.neuronx.engine_start import run_module
 from neffbuild.toolchain.neuronx.errors import failure_of
 from neffbuild.toolchain.neuronx.neff import NeffError, read_neff_file
+from neffbuild.toolchain.neuronx.program import Ended
 
 CACHE = "TORCH_NEURONX_NEFF_CACHE_DIR"
 

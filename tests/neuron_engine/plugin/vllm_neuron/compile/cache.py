@@ -62,7 +62,7 @@ def capture(root: Path, graph: Graph, rank: int, faults: Faults) -> None:
 def parallel_compile(root: Path, graphs: Sequence[Graph], faults: Faults) -> None:
     """By the first of the ranks. Only one at a time, whatever `envs.compile_workers` says."""
     if envs.compile_workers() != 1:
-        raise NotImplementedError("this stand-in has one worker")
+        raise RuntimeError("a farm starts the engine with one compile worker")
     labels = {create_cache_hash(graph): graph.label for graph in graphs}
     order = {key: number for number, key in enumerate(labels)}
     waiting = [one for one in root.iterdir() if one.is_dir() and not is_complete(one, one.name)]

@@ -37,7 +37,7 @@ class NeuronWorker:
         if not envs.is_cpu_compile() and not any(Path("/dev").glob("neuron*")):
             raise RuntimeError("no Neuron device: nrt_init failed")
         if not envs.is_xla() or envs.parallel_trace():
-            raise NotImplementedError("this stand-in has the route xla, traced in sequence")
+            raise RuntimeError("a farm starts the engine on the route xla, traced in sequence")
         self._validate()
 
     def load_model(self) -> None:
