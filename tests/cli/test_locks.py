@@ -9,16 +9,27 @@ from cli_samples import Project, order
 
 
 def locked_files() -> set[Path]:
-    """What any process has a lock on, as far as it can be told."""
+    """What any process has a lock on, as far as it can be told.
+
+    A descriptor may be closed, and its number given to another file, while it is looked at: one whose
+    name was the same before and after is meant.
+    """
     found = set()
-    for line in Path("/proc/locks").read_text(encoding="utf-8").splitlines():
-        words = [word for word in line.split() if word != "->"]
-        pid, inode = words[4], int(words[5].rpartition(":")[2])
-        with contextlib.suppress(OSError):
-            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-                if descriptor.stat().st_ino == inode:
-                    found.add(descriptor.readlink())
+    for process in Path("/proc").glob("[0-9]*"):
+        for descriptor in _descriptors(process):
+            with contextlib.suppress(OSError):
+                name = descriptor.readlink()
+                stated = (process / "fdinfo" / descriptor.name).read_text(encoding="utf-8")
+                if "lock:" in stated and descriptor.readlink() == name:
+                    found.add(name)
     return found
+
+
+def _descriptors(process: Path) -> list[Path]:
+    try:
+        return list((process / "fd").iterdir())
+    except OSError:
+        return []
 
 
 def test_no_lock_of_a_compile_lies_below_a_store(project: Project) -> None:

@@ -413,6 +413,10 @@ def test_killed_at_any_call_no_false_hit_is_left_and_the_next_one_heals(
                 assert folder == whole(fleet / key_of(one))
         again = exported(store, taken.entries, serving)
         assert again.hits
+        for note in serving.glob(".*.compilation_metadata"):
+            # Killed with the place whole and its note not yet gone: to the engine's rule it is stale.
+            assert f"pid:{process.pid}\n" in note.read_text(encoding="utf-8")
+            note.unlink()
         for lock in serving.glob(".*.lock"):
             lock.unlink()
         assert content(serving) == whole(fleet)
