@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from neffbuild.config.errors import ConfigError
+from neffbuild.config.values import MAX_INTEGER, shown
 
 DROPPED: Mapping[str, str] = {
     "_name_or_path": "where the file once lay",
@@ -23,6 +24,8 @@ the graph) included: a key too many costs a compile, one too few a stale hit."""
 
 SLIDING_ATTENTION = "sliding_attention"
 """A layer with a sliding window, as `layer_types` names it."""
+
+_SIZE = f"a positive integer up to {MAX_INTEGER}"
 
 # What `transformers` does for them when `use_sliding_window` is left out.
 _WINDOWED_ON_REQUEST = ("qwen2", "qwen3", "smollm3")
@@ -58,8 +61,8 @@ class ModelConfig:
     `stated_dtype`, the dtype its file states, which `serve.dtype: auto` was resolved with, and `folder`,
     where the file lay on the machine that read it.
 
-    The accessors raise `ConfigError` when the file states something that is not a positive integer,
-    and for what every decoder has, when it states nothing.
+    The accessors raise `ConfigError` when the file states something that is not a positive integer of
+    at most 63 bits, and for what every decoder has, when it states nothing.
     """
 
     name: str
@@ -153,7 +156,7 @@ class ModelConfig:
         if window is None and SLIDING_ATTENTION in types:
             raise ConfigError(
                 f"config.json of model {self.name}: layer_types names {SLIDING_ATTENTION}, and it states no "
-                "sliding_window in use; allowed: a positive integer",
+                f"sliding_window in use; allowed: {_SIZE}",
                 field="sliding_window",
                 hint="state sliding_window (and no use_sliding_window: false)",
             )
@@ -177,7 +180,18 @@ class ModelConfig:
             if isinstance(factor := rope.get("factor"), int | float)
             and not isinstance(factor, bool)
         ]
-        return int(length * factors[-1]) if factors else length
+        if not factors:
+            return length
+        scaled = length * factors[-1]
+        if not 1 <= scaled <= MAX_INTEGER:
+            raise ConfigError(
+                f"config.json of model {self.name}: the factor of its rotary scaling is "
+                f"{shown(factors[-1])}, which makes of {length} positions no length; allowed: a positive "
+                f"number that makes at most {MAX_INTEGER} of them",
+                field="factor",
+                value=factors[-1],
+            )
+        return int(scaled)
 
     @property
     def default_max_model_len(self) -> int | None:
@@ -193,7 +207,7 @@ class ModelConfig:
         value = self._positive(key)
         if value is None:
             raise ConfigError(
-                f"config.json of model {self.name} states no {key}; allowed: a positive integer",
+                f"config.json of model {self.name} states no {key}; allowed: {_SIZE}",
                 field=key,
                 hint="is this the config.json of a decoder?",
             )
@@ -203,14 +217,14 @@ class ModelConfig:
         value = self.text.get(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise self._malformed(key, "a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MAX_INTEGER:
+            raise self._malformed(key, _SIZE)
         return value
 
     def _malformed(self, key: str, allowed: str) -> ConfigError:
         value = self.text.get(key)
         return ConfigError(
-            f"config.json of model {self.name}: {key} is {value!r}; allowed: {allowed}",
+            f"config.json of model {self.name}: {key} is {shown(value)}; allowed: {allowed}",
             field=key,
             value=value,
         )

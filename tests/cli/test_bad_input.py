@@ -110,6 +110,24 @@ CASES: dict[str, tuple[Callable[[Project], list[str]], int, list[str]]] = {
         2,
         ["kv_lora_rank is {}; allowed: a positive integer"],
     ),
+    "a window of more than 63 bits": (
+        lambda p: with_model(p, "plan", sliding_window=1 << 63),
+        2,
+        [
+            "sliding_window is 9223372036854775808",
+            "allowed: a positive integer up to 9223372036854775807",
+        ],
+    ),
+    "a window that is no integer": (
+        lambda p: with_model(p, "plan", sliding_window="4096"),
+        2,
+        ["sliding_window is '4096'; allowed: a positive integer"],
+    ),
+    "a rotary scaling to no length": (
+        lambda p: with_model(p, "plan", rope_scaling={"type": "linear", "factor": 1e308}),
+        2,
+        ["rotary scaling is 1e+308", "allowed: a positive number"],
+    ),
     "text for a number": (
         lambda p: serve(p, max_num_seqs="many"),
         2,

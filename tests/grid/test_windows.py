@@ -39,6 +39,7 @@ def windowed(architecture=MIXED, *, support=QueryLenSupport.VARLEN, draft=None, 
         ({}, (None,) * 4),
         ({"sliding_window": None}, (None,) * 4),
         ({"sliding_window": 8}, (8,) * 4),
+        ({"sliding_window": (1 << 63) - 1}, ((1 << 63) - 1,) * 4),
         ({"sliding_window": 8, "use_sliding_window": False}, (None,) * 4),
         ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3}, (None, None, None, 8)),
         ({"sliding_window": 8, "max_window_layers": 28}, (None,) * 4),
@@ -54,7 +55,10 @@ def test_which_layers_have_a_window(fields, windows):
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"sliding_window": 0}, "sliding_window"),
+        *(
+            ({"sliding_window": value}, "sliding_window")
+            for value in (0, -1, True, 4096.0, 1e30, "4096", [4096], 1 << 63, 10**4000)
+        ),
         ({"layer_types": ["sliding_attention"] * 4}, "sliding_window"),
         ({"layer_types": MIXED["layer_types"], "use_sliding_window": False}, "sliding_window"),
         ({"layer_types": ["full_attention"] * 3}, "layer_types"),
