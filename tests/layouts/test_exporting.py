@@ -204,6 +204,38 @@ def test_a_unit_that_was_compiled_here_gets_its_sentinel(tmp_path: Path, store: 
     assert set(content(serving / key_of(3))) == {*names, ".compilation_complete"}
 
 
+def test_what_is_stored_with_a_folder_in_the_sentinels_place_costs_its_entry_alone(
+    tmp_path: Path, store: Path, taken: Adopted
+) -> None:
+    folder = foreign.vllm_entry(tmp_path / "made", 3, sentinel=None)
+    names = ("graph.hlo", f"graph_{key_of(3)}.neff", ".artifact_metadata_v0.json")
+    paths = {f"engine/vllm-neuron/{key_of(3)}/{name}": folder / name for name in names}
+    odd = f"engine/vllm-neuron/{key_of(3)}/.compilation_complete/extra"
+    paths[odd] = folder / "fxgraph.txt"
+    entry = Entry({"kind": "unit"}, record_files(paths), "0" * 64, "0" * 64)
+    commit_entry(DirectoryStore(store), entry, paths)
+    serving = tmp_path / "serving"
+    placed = exported(store, {**taken.entries, entry.key: entry}, serving).placed
+    found = {one.place: one for one in placed}
+    assert found.pop(key_of(3)).reason == (
+        f"what is stored of it would be no hit: {key_of(3)}/.compilation_complete is a folder in it"
+    )
+    assert {one.outcome for one in found.values()} == {Outcome.WRITTEN}
+    assert {one.name for one in serving.iterdir()} == {key_of(0), key_of(1)}
+
+
+@pytest.mark.parametrize("name", [".compilation_complete", "graph.hlo"])
+def test_a_folder_where_a_file_of_an_entry_belongs_is_replaced_with_the_entry(
+    tmp_path: Path, store: Path, taken: Adopted, fleet: Path, name: str
+) -> None:
+    serving = tmp_path / "serving"
+    path = foreign.vllm_entry(serving, 0) / name
+    path.unlink()
+    foreign.write(path, {"extra": b"x"})
+    assert outcomes(serving, store, taken) == [Outcome.WRITTEN] * 2
+    assert content(serving / key_of(0)) == whole(fleet / key_of(0))
+
+
 def test_a_damaged_blob_is_an_error_and_nothing_appears(
     tmp_path: Path, store: Path, taken: Adopted
 ) -> None:

@@ -270,6 +270,87 @@ def test_what_cannot_be_read_is_named(
     assert found[key_of(1)].state is State.COMPLETE
 
 
+def close(monkeypatch: pytest.MonkeyPatch, *closed: Path) -> None:
+    """No folder of these can be opened any more, by whomever."""
+    inodes, opened = {one.stat().st_ino for one in closed}, os.open
+
+    def refuse(path: object, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        descriptor = opened(path, flags, mode, dir_fd=dir_fd)  # type: ignore[arg-type]
+        if os.fstat(descriptor).st_ino in inodes:
+            os.close(descriptor)
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+def places(root: Path, layout: str) -> None:
+    if layout == "vllm-neuron":
+        for above in ("rank0", "rank1"):
+            foreign.vllm_entry(root / above, int(above[-1]))
+        foreign.write(root, {"nki/a.json": b"{}"})
+    elif layout == "torch-neuronx":
+        for number in range(2):
+            foreign.torch_entry(root, number)
+    else:
+        for version in ("2.27.1.0", "2.28.1.0"):
+            foreign.xla_module(root, 0, version=version)
+
+
+@pytest.mark.parametrize(
+    ("layout", "closed"),
+    [
+        ("vllm-neuron", "rank0"),
+        ("vllm-neuron", "nki"),
+        ("torch-neuronx", key_of(0)[:2]),
+        ("torch-neuronx", f"{key_of(0)[:2]}/{key_of(0)[2:4]}"),
+        ("libneuronxla", "neuronxcc-2.27.1.0"),
+    ],
+)
+def test_a_folder_of_places_that_cannot_be_listed_costs_itself_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, closed: str
+) -> None:
+    places(tmp_path / "tree", layout)
+    (tmp_path / "tree" / "unknown").touch()
+    everything = adopted(tmp_path / "tree", tmp_path / "before", layout)
+    below = [one.place for one in everything.found if one.place.startswith(f"{closed}/")]
+    close(monkeypatch, tmp_path / "tree" / closed)
+    result = adopted(tmp_path / "tree", tmp_path / "store", layout)
+    found = {one.place: one for one in result.found}
+    assert found.pop(closed).document() == {
+        "place": closed,
+        "state": "refused",
+        "reason": "cannot be listed: Permission denied",
+        "generation": None,
+        "notes": [],
+    }
+    assert len(found) == len(everything.found) - len(below) == len(result.entries) > 0
+    assert below
+    assert all(one.state is State.COMPLETE for one in found.values())
+    assert any("'unknown'" in stray for stray in result.strays)
+
+
+def test_a_rank_folder_that_cannot_be_listed_ends_with_status_4_and_the_rest_is_taken(
+    project: Project, fleet: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign.vllm_entry(fleet / "rank0", 2)
+    close(monkeypatch, fleet / "rank0")
+    ran = project.call("import", str(fleet), "--layout", "vllm-neuron", "--json")
+    assert ran.status == 4
+    assert ran.document["entries"] == {"whole": 2, "imported": 2}
+    [problem] = ran.document["problems"]
+    assert (problem["key"], problem["detail"]) == ("rank0", "cannot be listed: Permission denied")
+
+
+def test_a_root_that_cannot_be_listed_is_an_error(
+    project: Project, fleet: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close(monkeypatch, fleet)
+    ran = project.call("import", str(fleet), "--layout", "vllm-neuron")
+    assert ran.status == 3
+    assert "Permission denied" in ran.err
+
+
 def test_a_kernel_that_no_entry_can_hold_is_a_remark(tmp_path: Path) -> None:
     deep = "/".join(["k" * 60] * 4)
     foreign.write(tmp_path / "nki", {deep: b"kernel"})

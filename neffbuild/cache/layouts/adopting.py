@@ -19,7 +19,7 @@ from neffbuild.cache.entry import Entry, FileRecord
 from neffbuild.cache.layouts.counted import Counted
 from neffbuild.cache.layouts.layout import Found, Layout, State, entry_file
 from neffbuild.cache.layouts.single_files import KERNELS
-from neffbuild.cache.layouts.tree import Tree, TreeFile, Unsafe
+from neffbuild.cache.layouts.tree import Names, Tree, TreeFile, Unsafe
 from neffbuild.cache.lease import leased
 from neffbuild.cache.problem import FileCheck
 from neffbuild.config.errors import IntegrityError, StoreError
@@ -171,10 +171,12 @@ def _sources(layout: str, tree: Tree, one: Found) -> dict[str, tuple[Tree, TreeF
 
 
 def examined(layout: Layout, tree: Tree) -> Iterator[Found]:
-    """Every place of a tree, judged; one that cannot be read is told as such. Raises `StoreError` where the
-    root cannot be listed."""
-    for place in _places(layout, tree):
+    """Every place of a tree, judged; one that cannot be read is told as such, and so is a folder of places
+    that cannot be listed. Raises `StoreError` where the root cannot be listed."""
+    listing = _Listing(tree)
+    for place in _places(layout, listing):
         yield judged(layout, tree, place)
+    yield from listing.refused
 
 
 def judged(layout: Layout, tree: Tree, place: str) -> Found:
@@ -189,15 +191,35 @@ def judged(layout: Layout, tree: Tree, place: str) -> Found:
         return Found(place, State.INCOMPLETE, reason)
 
 
-def _places(layout: Layout, tree: Tree) -> list[str]:
+class _Listing:
+    """A tree whose root can be listed, if not every folder below it: `refused` are those that cannot be."""
+
+    def __init__(self, tree: Tree) -> None:
+        self.root = tree.root
+        self.refused: list[Found] = []
+        self._tree = tree
+
+    def names(self, folder: str = "") -> Names:
+        try:
+            return self._tree.names(folder)
+        except (Unsafe, OSError) as error:
+            if not folder:
+                raise
+            cause = error.strerror if isinstance(error, OSError) else None
+            reason = f"cannot be listed: {cause or error}"
+            self.refused.append(Found(folder, State.REFUSED, reason))
+            return Names((), (), ())
+
+
+def _places(layout: Layout, listing: _Listing) -> list[str]:
     try:
-        return list(dict.fromkeys(layout.places(tree)))
+        return list(dict.fromkeys(layout.places(listing)))
     except (Unsafe, OSError) as error:
-        raise StoreError(f"cannot list {tree.root}: {error}", value=str(tree.root)) from error
+        raise StoreError(f"cannot list {listing.root}: {error}", value=str(listing.root)) from error
 
 
 def _strays(layout: Layout, tree: Tree) -> list[str]:
     try:
-        return list(layout.strays(tree))
+        return list(layout.strays(_Listing(tree)))
     except (Unsafe, OSError) as error:
         return [f"cannot be listed to its end: {error}"]

@@ -85,7 +85,10 @@ class _Exporting:
         if there is not None:
             return there
         with self._staging() as staging:
-            self._write(staging, place, candidate)
+            try:
+                self._write(staging, place, candidate)
+            except Unsafe as error:
+                return Placed(place, Outcome.REFUSED, str(error))
             staged = judged(self._layout, Tree(staging), place)
             if staged.state is not State.COMPLETE:
                 reason = f"what is stored of it would be no hit: {staged.reason}"
@@ -150,6 +153,8 @@ class _Exporting:
             filesystem.sync(target)
             self.counted.add(record.size)
         for name, content in self._layout.completed(place, sizes).items():
+            if filesystem.is_taken(staging / name):
+                raise Unsafe(f"what is stored of it would be no hit: {name} is a folder in it")
             files.write_synced(staging / name, content)
         for folder in {(staging / name).parent for name in records}:
             filesystem.sync(folder)

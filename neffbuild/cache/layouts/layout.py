@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
-from neffbuild.cache.layouts.tree import Tree, TreeFile
+from neffbuild.cache.layouts.tree import Names, Tree, TreeFile
 
 ENGINE_FILES = "engine"
 """The folder of an entry that holds what engines keep in caches of their own, as
@@ -70,6 +70,14 @@ class PlaceLocked(Exception):
     """A live process is at work on a place. The message says which, as far as is known."""
 
 
+class Listed(Protocol):
+    """A tree as far as its folders can be listed."""
+
+    def names(self, folder: str = "") -> Names:
+        """As `Tree.names`."""
+        ...
+
+
 class Layout(Protocol):
     """One engine's way to lay out what it compiled."""
 
@@ -81,7 +89,7 @@ class Layout(Protocol):
         """Whether places of one name are one program, whichever release compiled them."""
         ...
 
-    def places(self, tree: Tree) -> Iterator[str]:
+    def places(self, tree: Listed) -> Iterator[str]:
         """Where units lie, or are about to, in order. Raises `OSError`, `Unsafe`."""
         ...
 
@@ -93,7 +101,7 @@ class Layout(Protocol):
         """`examine`, whoever has the place locked."""
         ...
 
-    def strays(self, tree: Tree) -> Iterator[str]:
+    def strays(self, tree: Listed) -> Iterator[str]:
         """What lies in the tree and belongs to no place, one remark each."""
         ...
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from neffbuild.cache.adopted import layout_recipe
-from neffbuild.cache.layouts.layout import Found, PlaceLocked, State
+from neffbuild.cache.layouts.layout import Found, Listed, PlaceLocked, State
 from neffbuild.cache.layouts.locks import lock_holder
 from neffbuild.cache.layouts.neff import HEADER_BYTES, neff_fault
 from neffbuild.cache.layouts.tree import NO_FOLDER, Tree
@@ -38,14 +38,14 @@ class Libneuronxla:
     name = NAME
     keys_cover_compiler = True
 
-    def places(self, tree: Tree) -> Iterator[str]:
+    def places(self, tree: Listed) -> Iterator[str]:
         for compiler in filter(_COMPILER.fullmatch, tree.names().folders):
             names = tree.names(compiler)
             for name in (*names.folders, *names.files, *names.others):
                 if name.startswith("MODULE_"):
                     yield f"{compiler}/{name}"
 
-    def strays(self, tree: Tree) -> Iterator[str]:
+    def strays(self, tree: Listed) -> Iterator[str]:
         names = tree.names()
         for name in (*names.files, *names.others, *names.folders):
             if not (_COMPILER.fullmatch(name) and name in names.folders):

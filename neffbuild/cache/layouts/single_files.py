@@ -16,7 +16,7 @@ from pathlib import Path
 
 from neffbuild.cache.adopted import layout_recipe
 from neffbuild.cache.layouts.kernels import NKI_LAYOUT
-from neffbuild.cache.layouts.layout import Found, State
+from neffbuild.cache.layouts.layout import Found, Listed, State
 from neffbuild.cache.layouts.tree import MOST_FILE_BYTES, Tree
 
 TRACES_LAYOUT = "precompile-traces"
@@ -28,13 +28,13 @@ class SingleFiles:
 
     name: str
     pattern: re.Pattern[str]
-    listed: Callable[[Tree], Iterator[str]]
+    listed: Callable[[Listed], Iterator[str]]
     keys_cover_compiler: bool = False
 
-    def places(self, tree: Tree) -> Iterator[str]:
+    def places(self, tree: Listed) -> Iterator[str]:
         return self.listed(tree)
 
-    def strays(self, tree: Tree) -> Iterator[str]:
+    def strays(self, tree: Listed) -> Iterator[str]:
         return iter(())
 
     def examine(self, tree: Tree, place: str) -> Found:
@@ -75,7 +75,7 @@ class SingleFiles:
         return nullcontext()
 
 
-def _traces(tree: Tree) -> Iterator[str]:
+def _traces(tree: Listed) -> Iterator[str]:
     for key in tree.names("dynamo").folders:
         names = tree.names(f"dynamo/{key}")
         if "entry" in (*names.files, *names.others):

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from neffbuild.cache.adopted import layout_recipe
-from neffbuild.cache.layouts.layout import Found, State
+from neffbuild.cache.layouts.layout import Found, Listed, State
 from neffbuild.cache.layouts.locks import lock_holder
 from neffbuild.cache.layouts.neff import HEADER_BYTES, neff_build_version, neff_fault
 from neffbuild.cache.layouts.tree import MOST_FILE_BYTES, Tree, Unsafe
@@ -36,7 +36,7 @@ class TorchNeuronx:
         local = os.environ.get("TORCH_NEURONX_NEFF_LOCAL_CACHE_DIR") or "/tmp/local_cache"
         self._locks = locks or Path(local) / "locks"
 
-    def places(self, tree: Tree) -> Iterator[str]:
+    def places(self, tree: Listed) -> Iterator[str]:
         for first in filter(_HEX.fullmatch, tree.names().folders):
             for second in filter(_HEX.fullmatch, tree.names(first).folders):
                 names = tree.names(f"{first}/{second}")
@@ -44,7 +44,7 @@ class TorchNeuronx:
                     if name.endswith(".neff"):
                         yield f"{first}/{second}/{name}"
 
-    def strays(self, tree: Tree) -> Iterator[str]:
+    def strays(self, tree: Listed) -> Iterator[str]:
         names = tree.names()
         for name in (*names.files, *names.others, *names.folders):
             if not (_HEX.fullmatch(name) and name in names.folders):

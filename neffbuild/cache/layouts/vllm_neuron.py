@@ -27,6 +27,7 @@ from neffbuild.cache.layouts.kernels import (
 )
 from neffbuild.cache.layouts.layout import (
     Found,
+    Listed,
     OutsideFile,
     State,
 )
@@ -70,7 +71,7 @@ class VllmNeuron:
     def __init__(self, nki_root: Path = Path(NKI_ROOT)) -> None:
         self._kernels = Tree(nki_root)
 
-    def places(self, tree: Tree) -> Iterator[str]:
+    def places(self, tree: Listed) -> Iterator[str]:
         names = tree.names()
         locked = {match[1] for name in names.files if (match := LOCK_NAME.fullmatch(name))}
         keys = set(filter(_KEY.fullmatch, (*names.folders, *names.files, *names.others)))
@@ -81,7 +82,7 @@ class VllmNeuron:
             yield from (f"{rank}/{name}" for name in inside if _KEY.fullmatch(name))
         yield from (f"nki/{name}" for name in tree.names("nki").files if name.endswith(".json"))
 
-    def strays(self, tree: Tree) -> Iterator[str]:
+    def strays(self, tree: Listed) -> Iterator[str]:
         names = tree.names()
         for name in names.others:
             if not _KEY.fullmatch(name):
