@@ -2,7 +2,8 @@
 
 A rank that picked another program than its peers would meet another collective in it, and corrupt or
 hang the busy ones. So what selection depends on, a `StepState`, is reduced by elementwise MAX, and every
-later choice uses the result and configuration only.
+later choice uses the result and configuration only. The step's number goes with it, so that ranks that
+prepare different steps learn it from the same reduce.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from neffbuild.grid.ranks import steps_are_synced
 from neffbuild.grid.select import IDLE, StepState
 
 _MOST = torch.iinfo(torch.int32).max
+_NUMBERS = _MOST + 1
+"""Step numbers are compared modulo this: they go on for ever, the vector is of int32."""
 
 
 class RankLost(NeffbuildError):
@@ -39,7 +42,8 @@ class StepSync:
         self._group = group
         self._number = -1
         self._state = IDLE
-        self._buffer = torch.zeros(len(IDLE), dtype=torch.int32)
+        # Behind the state the step's number and its negative: the largest and the smallest over the ranks.
+        self._buffer = torch.zeros(len(IDLE) + 2, dtype=torch.int32)
         self._lost: RankLost | None = None
 
     @property
@@ -96,7 +100,8 @@ class StepSync:
         Preparing one again (an engine that schedules ahead does, when it knows the tokens) gives what
         was reduced the first time, whatever `state` is by then: peers do not reduce twice.
 
-        Raises `ConfigError` for a step before the last, `RankLost` when a peer is gone, and from then on.
+        Raises `ConfigError` for a step before the last; `RankLost` when a peer is gone, on every rank when
+        they prepare different steps, and from then on.
         """
         if self._lost is not None:
             # Whether the peers still wait in the reduce that failed, nobody knows.
@@ -111,15 +116,15 @@ class StepSync:
                 value=number,
                 hint="number steps upwards, alike on every rank, idle ones included",
             )
-        self._state = state if self._group is None else self._reduced(self._group, state)
+        self._state = state if self._group is None else self._reduced(self._group, number, state)
         self._number = number
         return self._state
 
-    def _reduced(self, group: dist.ProcessGroup, state: StepState) -> StepState:
-        buffer = self._buffer
+    def _reduced(self, group: dist.ProcessGroup, number: int, state: StepState) -> StepState:
+        buffer, place = self._buffer, number % _NUMBERS
         # No ladder goes as far as int32. A rank that failed here would leave its peers waiting; like this
         # all of them are told that the step fits no program.
-        buffer.numpy()[:] = [min(value, _MOST) for value in state]
+        buffer.numpy()[:] = [*(min(value, _MOST) for value in state), place, -place]
         self.collectives += 1
         try:
             dist.all_reduce(buffer, op=dist.ReduceOp.MAX, group=group)
@@ -129,7 +134,17 @@ class StepSync:
                 hint="a data-parallel rank has ended or does not take part; restart all of them",
             )
             raise self._lost from error
-        return StepState(*buffer.tolist())
+        *synced, highest, negative = buffer.tolist()
+        if highest != -negative:
+            self._lost = RankLost(
+                f"the ranks prepare different steps: this one step {number}, and all of them (modulo "
+                f"{_NUMBERS}) steps {-negative} to {highest}",
+                value=number,
+                hint="a rank left out a step, or prepared one more: number steps upwards, alike on every "
+                "rank, idle ones included; restart all of them",
+            )
+            raise self._lost
+        return StepState(*synced)
 
 
 def _backend(group: dist.ProcessGroup) -> str | None:

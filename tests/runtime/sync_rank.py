@@ -90,11 +90,14 @@ def run(
     ranks: int,
     steps: int,
     dies_at: int | None = None,
+    leaves_out: int | None = None,
 ) -> dict[str, Any]:
     synced, diverged, calls = [], 0, Calls()
     for number in range(steps):
         if number == dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
+        if number == leaves_out:
+            continue
         step = step_of(rank, number, ranks)
         own = IDLE if step is None else step_state(bucketer, step)
         try:
@@ -118,6 +121,7 @@ def main(
     rendezvous: str,
     verify: list[int] | None,
     dies_at: int | None,
+    leaves_out: int | None,
 ) -> None:
     from step_sync_samples import bucketer_of, config_of
 
@@ -126,11 +130,12 @@ def main(
     sync = StepSync.from_config(config, dist.group.WORLD)
     last = rank == ranks - 1
     bucketer = bucketer_of(config, verify)
-    document = run(bucketer, sync, rank, ranks, steps, dies_at if last else None)
+    faults = (dies_at, leaves_out) if last else (None, None)
+    document = run(bucketer, sync, rank, ranks, steps, *faults)
     dist.destroy_process_group()
     json.dump(document, sys.stdout)
 
 
 if __name__ == "__main__":
     number, count, of_steps = (int(word) for word in sys.argv[1:4])
-    main(number, count, of_steps, sys.argv[4], json.loads(sys.argv[5]), json.loads(sys.argv[6]))
+    main(number, count, of_steps, sys.argv[4], *map(json.loads, sys.argv[5:8]))

@@ -28,10 +28,15 @@ HERE = Path(__file__).parent
 
 
 def start(
-    ranks: int, rendezvous: Path, verify: list[int] | None, dies_at: int | None = None
+    ranks: int,
+    rendezvous: Path,
+    verify: list[int] | None,
+    dies_at: int | None = None,
+    leaves_out: int | None = None,
 ) -> list[subprocess.Popen[str]]:
-    """A process per rank; the last kills itself at step `dies_at`."""
-    words = [str(ranks), str(STEPS), str(rendezvous), json.dumps(verify), json.dumps(dies_at)]
+    """A process per rank; the last kills itself at step `dies_at`, and does not prepare `leaves_out`."""
+    words = [str(ranks), str(STEPS), str(rendezvous)]
+    words += map(json.dumps, (verify, dies_at, leaves_out))
     return [
         subprocess.Popen(
             [sys.executable, str(HERE / "sync_rank.py"), str(rank), *words],
@@ -162,3 +167,45 @@ def test_a_peer_that_dies_is_an_error_and_no_hang(tmp_path: Path) -> None:
     victim.communicate()
     assert survivor.returncode == 1
     assert "RankLost: the ranks' states of a step could not be reduced" in err
+
+
+def test_a_step_that_one_rank_leaves_out_is_an_error_on_all(tmp_path: Path) -> None:
+    for process in start(2, tmp_path / "rendezvous", None, leaves_out=300):
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 1
+        assert "RankLost: the ranks prepare different steps" in err
+        assert "steps 300 to 301" in err
+
+
+@pytest.mark.parametrize(
+    ("numbers", "told"),
+    [
+        ((5, 6), "5 to 6"),
+        ((0, (1 << 31) - 1), "0 to 2147483647"),
+        (((1 << 31) - 1, 1 << 31), "0 to 2147483647"),
+        ((1 << 40, (1 << 40) + 2), "0 to 2"),
+    ],
+)
+def test_ranks_at_different_steps_learn_it_and_go_no_further(
+    tmp_path: Path, numbers: tuple[int, int], told: str
+) -> None:
+    def prepare(sync: StepSync, number: int) -> int:
+        with pytest.raises(RankLost, match=f"this one step {number}, .* steps {told}") as lost:
+            sync.prepare(number)
+        with pytest.raises(RankLost) as again:
+            sync.prepare(number + 1)
+        assert again.value is lost.value
+        return sync.collectives
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(prepare, syncs(tmp_path), numbers)) == [1, 1]
+
+
+def test_steps_are_counted_beyond_int32(tmp_path: Path) -> None:
+    numbers = [(1 << 31) - 1, 1 << 31, 1 << 40, 1 << 70]
+
+    def prepare(sync: StepSync) -> list[StepState]:
+        return [sync.prepare(number, StepState(2, 7)) for number in numbers]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(prepare, syncs(tmp_path))) == [[StepState(2, 7)] * len(numbers)] * 2
