@@ -29,9 +29,11 @@ def compare_with_engine(
     from neffbuild.grid.engine_programs import compare_log
 
     expected, config = _expected(words, cache)
+    engine: dict[str, str | int]
     if log is not None:
-        conformance = compare_log(expected, read_engine_log(read_lines(log)))
-        engine = {"source": "log", "path": str(log)}
+        said = read_engine_log(read_lines(log))
+        conformance = compare_log(expected, said)
+        engine = {"source": "log", "path": str(log), "starts": said.starts}
     else:
         assert entries is not None
         conformance = compare_entries(expected, engine_entries(entries))
@@ -55,7 +57,10 @@ def _expected(words: tuple[str, ...], cache: Path | None) -> tuple[Expected, Bui
 
 
 def _document(
-    expected: Expected, config: BuildConfig, engine: Mapping[str, str], conformance: Conformance
+    expected: Expected,
+    config: BuildConfig,
+    engine: Mapping[str, str | int],
+    conformance: Conformance,
 ) -> dict[str, Any]:
     return {
         "schema": "neffbuild.diff/1",

@@ -3,14 +3,16 @@
 Two engines are understood: vLLM Neuron, which lists every bucket it traces and warms up, and vLLM itself,
 which prints its compilation config and, in its own mode, the ranges of token counts it compiles for.
 Lines of several processes may be interleaved, carry colours and prefixes of whatever collected them, be
-cut off, or be no text at all; what is not understood is passed over. The order of lines means nothing.
+cut off, or be no text at all; what is not understood is passed over. The order of lines means nothing,
+except that a line with an engine's config may begin another start: logs are appended to, and what an earlier
+start said is no matter to the last.
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from neffbuild.grid.engine_settings import Settings, read_settings
@@ -60,8 +62,9 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class EngineLog:
-    """All that was understood. `keys`, `hits` and `misses` are names of entries in the engine's own
-    cache; `drafts` says whether a drafter's graphs were captured; `ranges` are vLLM's compile ranges."""
+    """All that was understood of the last start. `keys`, `hits` and `misses` are names of entries in the
+    engine's own cache; `drafts` says whether a drafter's graphs were captured; `ranges` are vLLM's compile
+    ranges; `starts` counts the starts in the log, the last one included."""
 
     decode: Targets = field(default_factory=Targets)
     prefill: Targets = field(default_factory=Targets)
@@ -72,12 +75,13 @@ class EngineLog:
     drafts: bool = False
     settings: tuple[Settings, ...] = ()
     ranges: frozenset[Pair] = frozenset()
+    starts: int = 1
 
 
 # Numbers are bounded: what a log claims is no reason to compute with a million digits.
 _N = r"([0-9]{1,9})"
 _ESCAPES = re.compile(r"\x1b\[[0-9;:?]*[ -/]*[@-~]")
-_PROCESS = re.compile(r"\(([\w.:-]{1,60} pid=[0-9]{1,10})\)|\"process\": ?([0-9]{1,10})")
+_PROCESS = re.compile(r"\((([\w.:-]{1,60}) pid=[0-9]{1,10})\)|\"process\": ?([0-9]{1,10})")
 # Where a second message begins: processes that share a pipe may lose the end of a line between them.
 _NEXT = re.compile(r"\r|(?=\([\w.:-]{1,60} pid=[0-9]{1,10}\))")
 _PAIR = re.compile(rf"\( ?{_N}, ?{_N} ?\)")
@@ -114,14 +118,33 @@ _RANGE = re.compile(rf"compile range \({_N}, {_N}\)")
 
 
 def read_engine_log(lines: Iterable[str]) -> EngineLog:
-    """What a log says, from its lines, in any order but that of each process's own."""
-    reader = _Reader()
+    """What a log says of the last engine start in it, from its lines, in any order but that of each
+    process's own."""
+    start, starts = _Start(), 1
+    for message in _messages(lines):
+        settings = read_settings(message)
+        if settings is not None and start.is_over(_name(message), settings):
+            start, starts = _Start(), starts + 1
+        start.read(message, settings)
+    return start.result(starts)
+
+
+def _messages(lines: Iterable[str]) -> Iterator[str]:
     for line in lines:
-        reader.read(line)
-    return reader.result()
+        # A serving engine's log is mostly other things, and may be large.
+        if any(word in line for word in _WORDS):
+            yield from _NEXT.split(_ESCAPES.sub("", line))
 
 
-class _Reader:
+def _name(message: str) -> str:
+    """What the process is called that said it; empty where the log does not say."""
+    process = _PROCESS.search(message)
+    return (process[2] or "") if process else ""
+
+
+class _Start:
+    """What is said from one start of an engine to the next."""
+
     def __init__(self) -> None:
         self._phases = {"decode": _Phase(), "prefill": _Phase()}
         self._failures: dict[tuple[str, Pair, str], Failure] = {}
@@ -129,17 +152,21 @@ class _Reader:
         self._drafts = False
         self._settings: dict[Settings, None] = {}
         self._ranges: set[Pair] = set()
+        self._configs: Counter[str] = Counter()
 
-    def read(self, line: str) -> None:
-        # A serving engine's log is mostly other things, and may be large.
-        if not any(word in line for word in _WORDS):
-            return
-        for message in _NEXT.split(_ESCAPES.sub("", line)):
-            self._read_message(message)
+    def is_over(self, name: str, settings: Settings) -> bool:
+        """Whether a config that a process of this name prints is that of another start. An engine's
+        processes print it once each, before they compile anything."""
+        if not self._configs:  # the log begins in the middle of a start
+            return bool(self._ranges or self._failures) or any(
+                phase.named for phase in self._phases.values()
+            )
+        return self._configs[name] >= (1 if name else settings.data_parallel_size)
 
-    def _read_message(self, line: str) -> None:
+    def read(self, line: str, settings: Settings | None) -> None:
+        """`settings` is the config in the line, if it is one's."""
         process = _PROCESS.search(line)
-        tag = (process[1] or process[2]) if process else ""
+        tag = (process[1] or process[3]) if process else ""
         for name, phase in self._phases.items():
             phase.read(name, line, tag)
             for found in _FAILURES[name].finditer(line):
@@ -148,8 +175,9 @@ class _Reader:
             self._found[name].update(pattern.findall(line))
         self._drafts = self._drafts or _DRAFTS.search(line) is not None
         self._ranges.update((int(low), int(high)) for low, high in _RANGE.findall(line))
-        if (settings := read_settings(line)) is not None:
+        if settings is not None:
             self._settings[settings] = None
+            self._configs[_name(line)] += 1
 
     def _fail(self, phase: str, found: re.Match[str]) -> None:
         stage = "warm-up" if "warmup" in found[1] else "extraction"
@@ -160,7 +188,7 @@ class _Reader:
             (phase, target, stage), Failure(phase, target, stage, words.strip())
         )
 
-    def result(self) -> EngineLog:
+    def result(self, starts: int) -> EngineLog:
         return EngineLog(
             decode=self._phases["decode"].targets(),
             prefill=self._phases["prefill"].targets(),
@@ -171,6 +199,7 @@ class _Reader:
             drafts=self._drafts,
             settings=tuple(self._settings),
             ranges=frozenset(self._ranges),
+            starts=starts,
         )
 
 
@@ -194,6 +223,10 @@ class _Phase:
         self._lists: set[frozenset[Pair]] = set()
         self._single: defaultdict[str, set[Pair]] = defaultdict(set)
         self._told: dict[str, int] = {}
+
+    @property
+    def named(self) -> bool:
+        return bool(self._lists or self._told)
 
     def read(self, name: str, line: str, process: str) -> None:
         if found := _LISTS[name].search(line):

@@ -39,7 +39,7 @@ def compare_log(expected: Expected, log: EngineLog) -> Conformance:
         if expected.symbolic and (log.settings or log.ranges):
             return _compare_symbolic(expected, expected.symbolic, log)
         raise ConfigError(
-            "the log does not say what the engine compiles",
+            f"the log does not say what the engine compiles{_of_last(log)}",
             field="--engine-log",
             hint=f"log from the engine's start, at level INFO; looked for: {LOOKED_FOR}",
         )
@@ -204,7 +204,7 @@ def _require_whole(expected: Expected, log: EngineLog) -> None:
     ):
         if planned and not targets.lists:
             raise ConfigError(
-                f"the log does not name all {what} of the engine: {_cut(targets)}",
+                f"the log does not name all {what} of the engine: {_cut(targets)}{_of_last(log)}",
                 field="--engine-log",
                 hint="what it names is as planned; log from the engine's start until its warm-up ends",
             )
@@ -215,7 +215,14 @@ def _cut(targets: Targets) -> str:
     return f"{len(targets.others)}{of} are in it"
 
 
+def _of_last(log: EngineLog) -> str:
+    """For an error of a log with several starts: which of them it is about."""
+    return f" (it holds {log.starts} starts, and only the last counts)" if log.starts > 1 else ""
+
+
 def _notes(expected: Expected, log: EngineLog) -> Iterator[str]:
+    if log.starts > 1:
+        yield f"the log holds {log.starts} starts of the engine: the last one is compared"
     for what, planned, targets, other in (
         ("decode targets", expected.decode, log.decode, log.prefill),
         ("prefill buckets", expected.prefill, log.prefill, log.decode),

@@ -10,7 +10,8 @@ from itertools import pairwise
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The config an engine printed at its start; None where it does not say. `options` are those of the
-    serve config that can be read there, by name; `mode` is vLLM's compilation mode (0: compiles nothing).
+    serve config that can be read there, by name; `mode` is vLLM's compilation mode (0: compiles nothing);
+    `data_parallel_size` engines of one start print it, each for itself.
     """
 
     version: str
@@ -21,6 +22,7 @@ class Settings:
     compile_sizes: tuple[int, ...] = ()
     range_ends: tuple[int, ...] = ()
     capture_sizes: tuple[int, ...] = ()
+    data_parallel_size: int = 1
 
     @property
     def ranges(self) -> frozenset[tuple[int, int]]:
@@ -39,6 +41,7 @@ _OPTIONS = {
     "dtype": re.compile(r"\bdtype=torch\.(\w{1,20})"),
     "num_speculative_tokens": re.compile(rf"\bnum_spec_tokens={_N}|\bspeculative_config=(None)"),
 }
+_DATA_PARALLEL = re.compile(rf"\bdata_parallel_size={_N}")
 _MODE = re.compile(r"'mode': (?:<[\w.]+: )?([0-3])")
 _BACKEND = re.compile(r"'backend': '([^']{0,200})'")
 _SIZES = r"'{}': \[([0-9, ]*)\]"
@@ -57,6 +60,7 @@ def read_settings(line: str) -> Settings | None:
             options.append((name, _value("0" if value == "None" else value)))
     compilation = text.partition("compilation_config=")[2]
     mode, backend = _MODE.search(compilation), _BACKEND.search(compilation)
+    engines = _DATA_PARALLEL.search(text)
     return Settings(
         version=found[1],
         options=tuple(options),
@@ -66,6 +70,7 @@ def read_settings(line: str) -> Settings | None:
         compile_sizes=_sizes("compile_sizes", compilation),
         range_ends=_sizes("compile_ranges_endpoints", compilation),
         capture_sizes=_sizes("cudagraph_capture_sizes", compilation),
+        data_parallel_size=int(engines[1]) if engines else 1,
     )
 
 

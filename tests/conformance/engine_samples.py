@@ -61,6 +61,8 @@ def vllm_config(
     dtype: str = "bfloat16",
     max_seq_len: int = 4096,
     enforce_eager: bool = False,
+    data_parallel_size: int = 1,
+    process: str = "EngineCore pid=549",
 ) -> str:
     """vLLM's line of its whole config, shortened in places where nothing is looked for."""
     return said(
@@ -68,7 +70,7 @@ def vllm_config(
         f"speculative_config={speculation}, tokenizer='/srv/tiny', skip_tokenizer_init=False, "
         f"revision=None, trust_remote_code=False, dtype=torch.{dtype}, max_seq_len={max_seq_len}, "
         "download_dir=None, load_format=auto, tensor_parallel_size=1, pipeline_parallel_size=1, "
-        "data_parallel_size=1, decode_context_parallel_size=1, dcp_comm_backend=ag_rs, "
+        f"data_parallel_size={data_parallel_size}, decode_context_parallel_size=1, dcp_comm_backend=ag_rs, "
         f"quantization=None, enforce_eager={enforce_eager}, kv_cache_dtype=auto, device_config=cpu, "
         "structured_outputs_config=StructuredOutputsConfig(backend='auto', reasoning_parser=''), "
         f"seed=0, pooler_config=None, compilation_config={{'mode': {mode}, 'debug_dump_path': None, "
@@ -78,7 +80,7 @@ def vllm_config(
         "'cudagraph_mode': <CUDAGraphMode.NONE: 0>, 'cudagraph_num_of_warmups': 0, "
         f"'cudagraph_capture_sizes': {captures}, 'max_cudagraph_capture_size': None, "
         "'local_cache_dir': None}, kernel_config=KernelConfig(moe_backend='auto')",
-        process="EngineCore pid=549",
+        process=process,
         place="core.py",
     )
 

@@ -153,6 +153,20 @@ def test_ranks_that_disagree(project: Project, config: str) -> None:
     assert "name different decode targets" in ran.document["notes"][0]
 
 
+def test_a_log_of_several_starts(project: Project, config: str) -> None:
+    """As of an engine that was restarted with the right options, and then again with wrong ones."""
+    right, wrong = ([vllm_config(), extracting(one)] for one in (PAIRS, PAIRS[:-1]))
+    ran = with_log(project, config, *wrong, *right)
+    assert (ran.status, ran.document["engine"]["starts"]) == (0, 2)
+    text = project.call("diff", config, "--engine-log", "serve.log").out
+    assert "note: the log holds 2 starts of the engine: the last one is compared" in text
+    assert found(with_log(project, config, *right, *wrong)) == {"missing": ["decode_b4_ctx4096"]}
+    for unfinished in ([vllm_config()], [vllm_config(), *steps(PAIRS)[:6]]):
+        ran = with_log(project, config, *right, *unfinished)
+        assert ran.status == 2
+        assert "it holds 2 starts, and only the last counts" in ran.error["message"]
+
+
 def test_what_failed_is_a_difference(project: Project, config: str) -> None:
     error = (
         "RuntimeError: Model graph extraction failed for decode (batch=4, seq=4096). Error: ITEN406"
@@ -302,6 +316,13 @@ class TestVllm:
         ran = with_log(project, config, vllm_config(captures="[1, 2, 4]"), *VLLM_WARM_UP)
         assert (ran.status, ran.document["counts"]["matching"]) == (0, 1)
         assert ran.document["notes"] == ["graphs are captured, not compiled, for 1, 2, 4 tokens"]
+
+    def test_an_earlier_start_with_another_backend(self, project: Project, config: str) -> None:
+        eager = vllm_config(enforce_eager=True, dtype="float32")
+        ran = with_log(project, config, eager, *VLLM_WARM_UP, vllm_config(), *VLLM_WARM_UP)
+        assert (ran.status, ran.document["engine"]["starts"]) == (0, 2)
+        ran = with_log(project, config, vllm_config(), *VLLM_WARM_UP, eager, *VLLM_WARM_UP)
+        assert found(ran) == {"setting": ["dtype"], "missing": ["step_any"]}
 
     @pytest.mark.parametrize(
         ("changes", "differences"), OTHER_PROGRAMS.values(), ids=OTHER_PROGRAMS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 from engine_samples import PAIRS, extracting, prefilling, said, steps, vllm_config, warming
@@ -102,6 +103,58 @@ def test_some_steps_say_how_many_there_are() -> None:
 def test_prefixes_and_colours(dressed) -> None:
     assert read_engine_log(map(dressed, [extracting(PAIRS)])).decode.lists == WHOLE.lists
     assert read_engine_log(map(dressed, steps(PAIRS))).decode.lists == WHOLE.lists
+
+
+FEWER = PAIRS[:-2]
+KEY = "0" * 32
+
+
+def started(pairs: list[tuple[int, int]], core: str = "EngineCore pid=549") -> list[str]:
+    return [vllm_config(process=core), extracting(pairs), *warming(pairs)]
+
+
+@pytest.mark.parametrize("core", ["EngineCore pid=549", "EngineCore pid=9001"])
+def test_of_several_starts_the_last_counts(core: str) -> None:
+    """In a container a restarted engine may well have the process id of its predecessor."""
+    failed = [
+        said("Failed to extract graph for decode (batch=4, seq=4096): no", level="ERROR"),
+        said(f"Compilation cache key: {KEY}"),
+        said("Capturing EAGLE3 decode graphs for batch size: 4"),
+        prefilling([(512, 0)]),
+    ]
+    log = read_engine_log([*started(FEWER), *failed, *started(FEWER), *started(PAIRS, core)])
+    assert log == replace(read_engine_log(started(PAIRS)), starts=3)
+    assert log.decode.lists == WHOLE.lists
+
+
+def test_a_log_that_begins_with_the_end_of_a_start() -> None:
+    assert read_engine_log([*steps(FEWER)[6:], *started(PAIRS)]).starts == 2
+    assert read_engine_log([*steps(FEWER)[6:], *started(PAIRS)]).decode.lists == WHOLE.lists
+    # What a start says before its config says nothing of programs.
+    before = [
+        said("vLLM API server version 0.32.0, prefill"),
+        said(f"Compilation cache key: {KEY}"),
+    ]
+    assert read_engine_log([*before, *started(PAIRS)]).starts == 1
+
+
+def test_an_engine_that_has_started_again_and_not_come_far() -> None:
+    log = read_engine_log([*started(PAIRS), vllm_config()])
+    assert (log.starts, log.decode.named) == (2, False)
+
+
+@pytest.mark.parametrize(
+    "processes", [[f"EngineCore_DP{rank} pid={700 + rank}" for rank in range(4)], [""] * 4]
+)
+def test_engines_of_one_start(processes: list[str]) -> None:
+    """Data-parallel ranks each print the config of their own."""
+    configs = [
+        vllm_config(process=one, data_parallel_size=4).removeprefix("() ") for one in processes
+    ]
+    start = [*configs, extracting(PAIRS)]
+    assert read_engine_log(start).starts == 1
+    assert read_engine_log([*start, *configs, extracting(FEWER)]).decode.lists == {frozenset(FEWER)}
+    assert read_engine_log([*start, *start, *start]).starts == 3
 
 
 def test_failures_are_told_once() -> None:
