@@ -19,7 +19,7 @@ pytest.importorskip("torch")
 
 PLUGIN = Path(__file__).parent / "plugin"
 PINNED = {
-    "neuronx-cc": standin.VERSION,
+    "neuronx-cc": f"{standin.VERSION}+{standin.BUILD}",
     "torch": version("torch").partition("+")[0],
     "torch-neuronx": "2.13.3.0.1",
 }

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 VERSION = "2.28.7631.0"
+BUILD = "5b7a0f21"
 
 _VALUED = {
     "--framework": ("XLA",),
@@ -96,9 +97,9 @@ def main(words: list[str], beside: str) -> NoReturn:
     orders_path = folder / "orders.json"
     orders = json.loads(orders_path.read_text()) if orders_path.exists() else {}
     if words[1:] == ["--version"]:
-        version = orders.get("version", VERSION)
+        version, build = orders.get("version", VERSION), orders.get("build", BUILD)
         _say(
-            f"NeuronX Compiler version {version}+5b7a0f21\n\nPython version {sys.version.split()[0]}"
+            f"NeuronX Compiler version {version}+{build}\n\nPython version {sys.version.split()[0]}"
         )
         sys.exit(0)
     if words[1:2] != ["compile"]:

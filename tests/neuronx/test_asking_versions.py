@@ -15,14 +15,16 @@ SAYS = "echo 'NeuronX Compiler version 2.28.7631.0+5b7a0f21'"
 @pytest.mark.parametrize(
     ("script", "version"),
     [
-        (SAYS, "2.28.7631.0"),
-        (f"{SAYS} >&2", "2.28.7631.0"),
-        (f"printf '\\377 '; {SAYS}", "2.28.7631.0"),
+        (SAYS, "2.28.7631.0+5b7a0f21"),
+        (f"{SAYS} >&2", "2.28.7631.0+5b7a0f21"),
+        (f"printf '\\377 '; {SAYS}", "2.28.7631.0+5b7a0f21"),
         (f"{SAYS}; exit 1", None),
         (f"{SAYS}; kill -9 $$", None),
         ("echo hello", None),
+        ("echo 'NeuronX Compiler version 2.28.7631.0'", "2.28.7631.0"),
+        ("echo 'NeuronX Compiler version 2.28.7631.0+dev.7, of today'", "2.28.7631.0+dev.7"),
         # What it started goes on, and holds its output open.
-        (f"setsid sleep 30 & {SAYS}", "2.28.7631.0"),
+        (f"setsid sleep 30 & {SAYS}", "2.28.7631.0+5b7a0f21"),
         (f"{SAYS}; sleep 60; exit 0", None),
         ("exec yes", None),
     ],
@@ -39,3 +41,23 @@ def test_what_is_heard_in_bounded_time(
     started = time.monotonic()
     assert versions.compiler_version() == version
     assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize(
+    ("planned", "found", "may_be"),
+    [
+        ("2.28.7631.0", "2.28.7631.0", True),
+        ("2.28.7631.0+5b7a0f21", "2.28.7631.0+5b7a0f21", True),
+        ("2.28.7631.0+5B7A0F21", " 2.28.7631.0+5b7a0f21", True),
+        ("2.28.7631.0+5b7a0f21", "2.28.7631.0+0123abcd", False),
+        # Of any build: who says none, and what does not say its own.
+        ("2.28.7631.0", "2.28.7631.0+5b7a0f21", True),
+        ("2.28.7631.0+5b7a0f21", "2.28.7631.0", True),
+        ("2.28.7631.0+5b7a0f21", "2.28.7632.0+5b7a0f21", False),
+        ("2.28.7631.0", "", False),
+        ("2.13.0+cpu", "2.13.0+cu130", True),
+        ("2.13.0a0+git1", "2.13.0a0+git2", False),
+    ],
+)
+def test_which_version_may_be_the_planned_one(planned: str, found: str, may_be: bool) -> None:
+    assert versions.may_be(planned, found) is may_be

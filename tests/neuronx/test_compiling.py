@@ -15,7 +15,7 @@ import neffs
 import neuron_project
 import pytest
 import standin
-from neuron_project import REFERENCE, UNITS, NeuronProject
+from neuron_project import BLOCKS, REFERENCE, UNITS, XLA, NeuronProject
 
 from neffbuild.cache.catalog import Hit, read_entry
 from neffbuild.cache.directory import DirectoryStore
@@ -23,7 +23,7 @@ from neffbuild.config.errors import ToolchainRefusal
 from neffbuild.config.load import load_config
 from neffbuild.toolchain.base import Captured, Unit
 from neffbuild.toolchain.failures import CompilerFailure
-from neffbuild.toolchain.neuronx import NeuronxToolchain
+from neffbuild.toolchain.neuronx import NeuronxToolchain, hosts
 from neffbuild.toolchain.neuronx.neff import read_neff_file
 from neffbuild.toolchain.planning import plan_config
 
@@ -217,10 +217,37 @@ def test_another_compiler_than_planned_is_refused_before_any_compile(
     standin.order(project.tools, version="2.27.5334.0")
     ran = project.call("compile", config, "--json")
     assert ran.status == 2
-    assert "neuronx-cc 2.28.7631.0 is planned, 2.27.5334.0 is installed" in ran.error["message"]
+    said = "neuronx-cc 2.28.7631.0 is planned, 2.27.5334.0+5b7a0f21 is installed"
+    assert said in ran.error["message"]
     (project.tools / "neuronx-cc").unlink()
     assert project.call("compile", config, "--json").error["message"] == "neuronx-cc is not on PATH"
     assert project.received() == []
+
+
+def test_another_build_of_one_version_is_another_compiler(project: NeuronProject) -> None:
+    """What follows the `+` is all that tells a compiler that was built again from the one before."""
+    project.write_xla()
+    versions = {tool: version for tool, version in XLA["versions"].items() if tool != "neuronx-cc"}
+    config = project.write(
+        "asked.yaml", toolchain={**XLA, "versions": versions}, num_gpu_blocks_override=BLOCKS
+    )
+    words = ("--only", "decode_b1_ctx1024", "--json")
+    assert project.run("compile", config, *words).document["counts"]["built"] == 1
+    assert project.run("compile", config, *words).document["counts"]["cached"] == 1
+    standin.order(project.tools, build="0123abcd")
+    units = project.run("plan", config, "--json").document["units"]
+    assert {one["status"] for one in units} == {"missing"}
+    exact = {**versions, "neuronx-cc": f"{standin.VERSION}+{standin.BUILD}"}
+    pinned = project.write(
+        "pinned.yaml", toolchain={**XLA, "versions": exact}, num_gpu_blocks_override=BLOCKS
+    )
+    units = project.run("plan", pinned, "--json").document["units"]
+    assert [one["status"] for one in units].count("cached") == 1
+    assert (
+        "neuronx-cc 2.28.7631.0+5b7a0f21 is planned, 2.28.7631.0+0123abcd is installed"
+        in project.run("compile", pinned, "--json").error["message"]
+    )
+    assert len(project.received()) == 1
 
 
 def test_a_mistake_in_the_config_has_its_own_advice(project: NeuronProject) -> None:
@@ -260,7 +287,7 @@ def test_without_the_folder_of_graphs_nothing_is_keyed(project: NeuronProject) -
 @pytest.mark.parametrize(
     ("version", "found"),
     [
-        ("2.28.7631.0rc1", "2.28.7631.0rc1 is installed"),
+        ("2.28.7631.0rc1", "2.28.7631.0rc1+5b7a0f21 is installed"),
         ("unknown", "neuronx-cc, which does not say its version, is installed"),
     ],
 )
@@ -280,7 +307,7 @@ def test_a_worker_refuses_another_compiler_than_its_recipe_names(
     monkeypatch.setenv("PATH", project.environment["PATH"])
     recipe = json.loads(json.dumps(unit.recipe))
     recipe["toolchain"]["versions"]["neuronx-cc"] = "2.27.5334.0"
-    with pytest.raises(ToolchainRefusal, match=r"2\.27\.5334\.0 is planned, 2\.28\.7631\.0 is"):
+    with pytest.raises(ToolchainRefusal, match=r"2\.27\.5334\.0 is planned, 2\.28\.7631\.0\+5b"):
         compiled(Unit(unit.config, unit.shape, recipe, unit.key), project)
     assert project.received() == []
 
@@ -404,6 +431,13 @@ def test_a_host_is_suited_by_what_it_says(monkeypatch: pytest.MonkeyPatch) -> No
     fit = NeuronxToolchain().fit
     assert fit(platform).refusal is None
     assert fit({**platform, "target": "trn2+lnc1"}).rank < fit(platform).rank
+    for installed, refusal in (
+        ("0.7.0+1a2b", None),
+        ("0.6.0", "nki 0.6.0 is installed here"),
+    ):
+        with monkeypatch.context() as here:
+            here.setattr(hosts, "installed_versions", lambda _, nki=installed: {"nki": nki})
+            assert fit(platform).refusal == refusal
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
     assert fit({**platform, "target": "trn2+lnc1"}).refusal is None
     assert fit(platform).refusal == "NEURON_LOGICAL_NC_CONFIG is 1 here, and it is for 2"

@@ -110,7 +110,6 @@ SAME = [
     ({"engine": "vllm-neuron"}, {}),
     ({"flags": ["--auto-cast", "none"]}, {}),
     ({"flags": ["-O3", "--optlevel=2"]}, {}),
-    ({"versions": {**NATIVE["versions"], "neuronx-cc": "2.28.7631.0+5b7a0f21"}}, {}),
 ]
 
 
@@ -135,6 +134,7 @@ OTHER = [
     ({"flags": ["-O1"]}, {}),
     ({"flags": ["--never-heard-of"]}, {}),
     ({"versions": {**NATIVE["versions"], "nki": "0.6.0"}}, {}),
+    ({"versions": {**NATIVE["versions"], "neuronx-cc": "2.28.7631.0+5b7a0f21"}}, {}),
     ({}, {"NEURON_LOGICAL_NC_CONFIG": "1"}),
     ({}, {"NEURON_CC_FLAGS": "--enable-saturate-infinity"}),
     ({}, {"NEURON_COMPILER_OPT_LEVEL": "1"}),
@@ -148,6 +148,14 @@ def test_what_changes_a_neff_changes_the_recipe(
     toolchain: dict[str, Any], environment: dict[str, str]
 ) -> None:
     assert identity(NATIVE | toolchain, environment) != identity(NATIVE)
+
+
+def test_for_which_device_a_torch_was_built_is_in_no_recipe() -> None:
+    def of(torch: str) -> object:
+        return identity(REFERENCE | {"versions": {**REFERENCE["versions"], "torch": torch}})
+
+    assert of("2.13.0+cpu") == of("2.13.0+cu130") == of("2.13.0") == identity(REFERENCE)
+    assert of("2.13.0+gitabc") != of("2.13.0")
 
 
 def test_route_and_engine_are_in_the_recipe() -> None:

@@ -57,7 +57,11 @@ def test_the_compiler_on_path_is_asked_where_it_is_not_pinned(project: NeuronPro
     config = project.write(
         toolchain={**NATIVE, "versions": versions}, num_gpu_blocks_override=BLOCKS
     )
-    pinned = project.write("pinned.yaml", toolchain=NATIVE, num_gpu_blocks_override=BLOCKS)
+    pinned = project.write(
+        "pinned.yaml",
+        toolchain={**NATIVE, "versions": {**versions, "neuronx-cc": "2.28.7631.0+5b7a0f21"}},
+        num_gpu_blocks_override=BLOCKS,
+    )
     assert project.keys(config) == project.keys(pinned)
     project.environment["PATH"] = "/usr/bin:/bin"
     unresolved = project.call("plan", config, "--json").document
@@ -94,11 +98,31 @@ def test_doctor_says_what_is_missing(project: NeuronProject) -> None:
 
     found = findings()["neuronx-cc"]
     assert found["ok"]
-    assert str(found["detail"]).startswith("2.28.7631.0, ")
+    assert str(found["detail"]).startswith("2.28.7631.0+5b7a0f21, ")
     (project.tools / "neuronx-cc").unlink()
     found = findings()["neuronx-cc"]
     assert not found["ok"]
     assert found["detail"] == "not on PATH"
+
+
+def test_doctor_says_which_packages_of_engines_are_installed(project: NeuronProject) -> None:
+    plugin = Path(__file__).parents[1] / "neuron_torch" / "plugin"
+
+    def findings(**env: str) -> dict[str, dict[str, object]]:
+        toolchains = project.run("doctor", "--json", env=env).document["toolchains"]
+        (found,) = (one for one in toolchains if one["name"] == "neuronx")
+        assert found["ok"], "none of them is needed"
+        return {one["subject"]: one for one in found["findings"]}
+
+    found = findings()
+    for tool in ("vllm-neuron", "torch-neuronx", "nki", "libtorch-neuronx-lite"):
+        assert not found[tool]["ok"]
+        assert str(found[tool]["detail"]).startswith("not installed: ")
+        assert f"toolchain.versions.{tool}" in str(found[tool]["hint"])
+    assert "engine torch-neuronx compiles where it is" in str(found["torch-neuronx"]["detail"])
+    found = findings(PYTHONPATH=str(plugin))
+    assert (found["torch-neuronx"]["ok"], found["torch-neuronx"]["detail"]) == (True, "2.13.3.0.1")
+    assert not found["vllm-neuron"]["ok"]
 
 
 def test_long_compiles_are_expected_to_be_long(project: NeuronProject) -> None:

@@ -15,6 +15,7 @@ from neffbuild.toolchain.neuronx.versions import (
     compiler_path,
     compiler_version,
     installed_versions,
+    may_be,
 )
 
 _DEVICE = Path("/dev/neuron0")
@@ -23,6 +24,15 @@ _RUNTIME = Path("/opt/aws/neuron/lib/libnrt.so.1")
 _OF_ENGINES = ("nki", "libtorch-neuronx-lite", "torch-neuronx", "vllm-neuron")
 """Tools whose versions are in the keys that an engine looks its own cache up by."""
 _CAPTURE = ("torch", "torch-mlir")
+_LACKING = {
+    "nki": "engine vllm-neuron has its version in every key",
+    "libtorch-neuronx-lite": "engine vllm-neuron has its version in the keys of route native",
+    "torch-neuronx": "engine torch-neuronx compiles where it is, and engine vllm-neuron has its version in "
+    "the keys of route xla",
+    "vllm-neuron": "its graphs are captured where it is (route xla without hlo_dir), and its version is in "
+    "the keys",
+}
+"""What each of `_OF_ENGINES` would be needed for."""
 
 
 def runtime_refusal() -> str:
@@ -48,7 +58,7 @@ def host_fit(platform: Mapping[str, Any]) -> Fit:
     versions = platform.get("versions")
     if isinstance(versions, Mapping):
         for tool, installed in installed_versions(_OF_ENGINES).items():
-            if tool in versions and versions[tool] != installed:
+            if tool in versions and not may_be(str(versions[tool]), installed):
                 return Fit(f"{tool} {installed} is installed here")
     # The grouping that nobody asked for otherwise is the one to run.
     return Fit(None, 0 if grouping else 1)
@@ -56,7 +66,7 @@ def host_fit(platform: Mapping[str, Any]) -> Fit:
 
 def neuronx_findings() -> list[Finding]:
     """What is installed, a line each."""
-    return [_compiler(), *_capture(), *_device()]
+    return [_compiler(), *_capture(), *_engines(), *_device()]
 
 
 def _compiler() -> Finding:
@@ -85,6 +95,21 @@ def _capture() -> list[Finding]:
             needed=False,
         )
         for tool in _CAPTURE
+    ]
+
+
+def _engines() -> list[Finding]:
+    found = installed_versions(_OF_ENGINES)
+    return [
+        Finding(
+            tool,
+            tool in found,
+            found.get(tool) or f"not installed: {_LACKING[tool]}",
+            "install it from Neuron's package repository; planning takes a pin, "
+            f"toolchain.versions.{tool}",
+            needed=False,
+        )
+        for tool in _OF_ENGINES
     ]
 
 

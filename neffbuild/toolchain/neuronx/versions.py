@@ -21,12 +21,15 @@ from neffbuild.toolchain.neuronx.routes import COMPILER, Route
 _SECONDS = 60
 _LAST_WORDS_SECONDS = 2.0
 _MOST_BYTES = 64 << 10
-_SAID = re.compile(r"Compiler version\s+(\d+(?:[.-]\w+)+)")
+_SAID = re.compile(r"Compiler version\s+(\d+(?:[.-]\w+)+(?:\+\w+(?:[.-]\w+)*)?)")
+_FOR_A_DEVICE = re.compile(r"(?:cpu|cu\d+|rocm|xpu)\b")
+"""What torch's wheels have behind the `+`: of which device their kernels are, which no graph depends on."""
 
 
 def planned_versions(toolchain: ToolchainConfig, route: Route) -> dict[str, str]:
     """Tool → version of the route's tools: as pinned, else as installed; a tool of which neither is
-    known is absent. What follows a `+` is left out: the build is named before it.
+    known is absent. What follows a `+` is part of it, since one version may be built more than once; only
+    torch's `+cpu` and the like are left out.
 
     Raises `ConfigError` for a pin of what is none of them, or that names no version.
     """
@@ -72,8 +75,17 @@ def version_mismatches(planned: Mapping[str, str], tools: Iterable[str]) -> list
     return [
         f"{tool} {planned[tool]} is planned, {found.get(tool, 'none')} is installed"
         for tool in tools
-        if tool in planned and _build(planned[tool]) != found.get(tool)
+        if tool in planned and not may_be(planned[tool], found.get(tool, ""))
     ]
+
+
+def may_be(planned: str, found: str) -> bool:
+    """Whether a version that was found may be the planned one. One of them that does not say its build, as a
+    pin need not, may be any build of its version."""
+    (release, _, build), (found_release, _, found_build) = (
+        one.partition("+") for one in (_build(planned), _build(found))
+    )
+    return release == found_release and (build == found_build or not build or not found_build)
 
 
 def compiler_path() -> str | None:
@@ -130,4 +142,7 @@ def _distribution(tool: str) -> str | None:
 
 
 def _build(full: str) -> str:
-    return full.partition("+")[0].strip()
+    """A version in one spelling; empty where it names none."""
+    release, _, build = (part.strip() for part in full.partition("+"))
+    build = build.lower()
+    return f"{release}+{build}" if release and build and not _FOR_A_DEVICE.match(build) else release
