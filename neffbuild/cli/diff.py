@@ -63,7 +63,8 @@ def command(
     its artifact has. Exits 0 whatever differs, unless --check.
 
     Of a CONFIG: which programs the engine compiles that are not planned, which planned ones it does not,
-    and which have another width. Exits 1 when something differs.
+    and which have another width. Exits 1 when something differs, or an entry of the engine's cache cannot
+    be read.
     """
     if engine_log is not None or engine_cache is not None:
         of_store = {
@@ -118,7 +119,8 @@ def _engine_difference(
         output.print_json(document)
     else:
         output.write(text)
-    return 1 if document["different"] else 0
+    # What is known in part is not called equal.
+    return 1 if document["different"] or document["unread"] else 0
 
 
 def _release_difference(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 _SHOWN = 40
 _NAMED = 8
 _SIGNS = {"missing": "-", "extra": "+", "other_width": "~", "setting": "~", "failed": "!"}
+_UNREAD = "?"
 
 
 def compare_with_engine(
@@ -102,16 +103,20 @@ def _text(document: Mapping[str, Any], conformance: Conformance) -> str:
     lines = [f"{_SIGNS[one.kind]} {one.name}  {one.detail}" for one in conformance.differences]
     if len(lines) > _SHOWN:
         lines[_SHOWN:] = [f"… and {len(lines) - _SHOWN} more (--json lists them)"]
+    unread = [f"{_UNREAD} {name}  {reason}" for name, reason in conformance.unread.items()]
+    if len(unread) > _NAMED:
+        unread[_NAMED:] = [f"… and {len(unread) - _NAMED} more that are unread (--json lists them)"]
+    lines += unread
+    if unread:
+        lines.append(
+            "note: what the engine compiles is known in part: of what is unread it cannot be told whether it "
+            "is planned"
+        )
     if left_out := conformance.not_covered:
         more = f" and {len(left_out) - _NAMED} more" if len(left_out) > _NAMED else ""
         names = ", ".join(left_out[:_NAMED])
         lines.append(
             f"note: compiled by the engine, of a phase that the plan leaves out: {names}{more}"
-        )
-    if conformance.unread:
-        name, reason = next(iter(conformance.unread.items()))
-        lines.append(
-            f"note: of {len(conformance.unread)} entries it cannot be told what they are ({name}: {reason})"
         )
     lines += [f"note: {note}" for note in conformance.notes]
     counts = document["counts"]
@@ -121,6 +126,7 @@ def _text(document: Mapping[str, Any], conformance: Conformance) -> str:
         f"{counts['other_width']} of other width" if counts["other_width"] else "",
         counted(counts["setting"], "other setting") if counts["setting"] else "",
         f"{counts['failed']} failed" if counts["failed"] else "",
+        f"{counts['unread']} unread" if counts["unread"] else "",
     ]
     engine = document["engine"]
     lines.append(

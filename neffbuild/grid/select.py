@@ -13,7 +13,7 @@ In the notation used below, n is the largest `num_computed_tokens` over the live
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
@@ -47,13 +47,28 @@ class Row(NamedTuple):
     wants_to_propose: bool = True
 
 
+class RowColumns(NamedTuple):
+    """The fields of all rows of a step, by the names they have in `Row`."""
+
+    num_computed_tokens: tuple[int, ...] = ()
+    num_new_tokens: tuple[int, ...] = ()
+    num_drafts: tuple[int, ...] = ()
+    post_transfer: tuple[bool, ...] = ()
+    wants_to_propose: tuple[bool, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of one rank. `force_without_spec` is the engine's own wish."""
+    """One step of one rank. `force_without_spec` is the engine's own wish. `columns` are the rows again:
+    a batch is gone through in each step, and by column the interpreter does so several times faster."""
 
     rows: Sequence[Row]
     post_transfer_policy: PostTransferPolicy = PostTransferPolicy.WITHOUT_SPEC
     force_without_spec: bool = False
+    columns: RowColumns = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", RowColumns(*zip(*self.rows, strict=True)))
 
 
 class Override(IntEnum):
@@ -112,8 +127,7 @@ class DraftReason(StrEnum):
     HOLDS_PREFILL = "holds_prefill"
 
 
-@dataclass(frozen=True, slots=True)
-class StepShapes:
+class StepShapes(NamedTuple):
     """The shapes of a step: `target` is None when it is no decode step, `draft` when none is drafted."""
 
     target: DecodeShape | None
@@ -209,8 +223,7 @@ def step_state(bucketer: Bucketer, step: Step) -> StepState:
     rows = step.rows
     if not rows:
         return StepState(0, 0)
-    # By column: a batch is gone through in each step, and the interpreter does so several times faster.
-    computed, new_tokens, drafts, received, wanting = zip(*rows, strict=True)
+    computed, new_tokens, drafts, received, wanting = step.columns
     holds_prefill = int(min(computed) == 0 or new_tokens.count(1) < len(rows))
     if holds_prefill:
         decoding = list(filter(is_decode_row, rows))
@@ -261,9 +274,9 @@ def verified_drafts(bucketer: Bucketer, step: Step, shapes: StepShapes) -> list[
         return [0] * len(step.rows)
     longest, spec_tokens = _longest_with_drafts(bucketer), bucketer.num_speculative_tokens
     padded = step.post_transfer_policy is PostTransferPolicy.PADDED
-    computed, _, drafts, received, _ = zip(*step.rows, strict=True)
-    if max(computed) <= longest and not (padded and any(received)):
-        return list(drafts)
+    columns = step.columns
+    if max(columns.num_computed_tokens) <= longest and not (padded and any(columns.post_transfer)):
+        return list(columns.num_drafts)
     return [
         0
         if row.num_computed_tokens > longest

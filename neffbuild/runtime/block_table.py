@@ -47,13 +47,19 @@ def head_trim(full: Tensor, trimmed: TrimmedBlockTable) -> None:
     rows beyond it become null blocks. Positions stay absolute, so offsets are 0. Raises `ConfigError` for
     a table that is too narrow or has too many rows.
     """
-    _check_fits(full, trimmed, trimmed.block_table.shape[1])
-    # Not by torch: it splits a table of this size between threads, and waits for them on a busy host.
-    table, offset = (tensor.numpy() for tensor in trimmed)
-    rows, columns = full.shape[0], table.shape[1]
-    table[:rows] = full.numpy()[:, :columns]
-    table[rows:] = NULL_BLOCK
-    offset[:] = 0
+    cut_head(full.numpy(), trimmed.block_table.numpy())
+    trimmed.position_offset.zero_()
+
+
+def cut_head(full: NDArray[np.integer], table: NDArray[np.int32]) -> None:
+    """`head_trim` of arrays. torch would split a table of this size between threads, and wait for them on
+    a busy host."""
+    num_seqs, columns = table.shape
+    _check_fits(full, table, columns)
+    rows = len(full)
+    table[:rows] = full[:, :columns]
+    if rows < num_seqs:
+        table[rows:] = NULL_BLOCK
 
 
 def tail_trim(
@@ -73,23 +79,44 @@ def tail_trim(
     `full_columns` wide; blocks before the window may be null blocks. Rows beyond it become null blocks at
     offset 0. Raises as `head_trim` does.
     """
-    _check_fits(full, trimmed, full_columns)
     table, offset = (tensor.numpy() for tensor in trimmed)
-    rows, columns = full.shape[0], table.shape[1]
+    cut_tail(
+        full.numpy(),
+        table,
+        offset,
+        starts,
+        window=window,
+        block_size=block_size,
+        full_columns=full_columns,
+    )
+
+
+def cut_tail(
+    full: NDArray[np.integer],
+    table: NDArray[np.int32],
+    offset: NDArray[np.int32],
+    starts: NDArray[np.int64],
+    *,
+    window: int,
+    block_size: int,
+    full_columns: int,
+) -> None:
+    """`tail_trim` of arrays."""
+    _check_fits(full, table, full_columns)
+    rows, columns = len(full), table.shape[1]
     seen_from = np.maximum(starts - window + 1, 0)
     first = np.minimum(seen_from // block_size, full_columns - columns)
     taken = first[:, None] + np.arange(columns)
-    table[:rows] = np.take_along_axis(full.numpy(), taken, axis=1)
+    table[:rows] = np.take_along_axis(full, taken, axis=1)
     table[rows:] = NULL_BLOCK
     offset[:rows] = first * block_size
     offset[rows:] = 0
 
 
-def _check_fits(full: Tensor, trimmed: TrimmedBlockTable, columns: int) -> None:
-    if full.shape[1] < columns or full.shape[0] > trimmed.block_table.shape[0]:
+def _check_fits(full: NDArray[np.integer], table: NDArray[np.int32], columns: int) -> None:
+    if full.shape[1] < columns or len(full) > len(table):
         raise ConfigError(
-            f"a block table of shape {list(full.shape)} cannot be trimmed to "
-            f"{[trimmed.block_table.shape[0], columns]}",
+            f"a block table of shape {list(full.shape)} cannot be trimmed to {[len(table), columns]}",
             field="block_table",
             value=list(full.shape),
             hint="hand over the live rows' tables at full width: ceil(max_model_len / block_size)",

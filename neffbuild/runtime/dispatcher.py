@@ -186,16 +186,17 @@ class Dispatcher:
             )
         verified = verified_drafts(self._bucketer, step, shapes)
         if prepared is not None:
-            self._check_prepared(shapes.target, batch.rows, verified)
-        outputs = self._run_in(self._program_for(shapes.target), batch, verified)
+            self._check_prepared(shapes.target, step.columns.num_computed_tokens, verified)
+        program = self._program_for(shapes.target)
+        outputs = self._run_in(program, batch, step.columns.num_computed_tokens, verified)
         self._observe(shapes.target, len(batch.rows))
         return StepResult(shapes, verified, outputs)
 
     def _check_prepared(
-        self, target: DecodeShape, rows: Sequence[Row], verified: Sequence[int]
+        self, target: DecodeShape, computed: Sequence[int], verified: Sequence[int]
     ) -> None:
-        drafts = [target.query_len - 1] * len(rows) if self._uniform else verified
-        needs = [row.num_computed_tokens + 1 + more for row, more in zip(rows, drafts, strict=True)]
+        drafts = [target.query_len - 1] * len(computed) if self._uniform else verified
+        needs = [there + 1 + more for there, more in zip(computed, drafts, strict=True)]
         if (need := max(needs, default=0)) > target.context_len:
             raise ConfigError(
                 f"the step was prepared for contexts of up to {target.context_len} positions, and a row of "
@@ -218,34 +219,40 @@ class Dispatcher:
     def run_in(self, program: Program, batch: DecodeBatch) -> dict[str, Tensor]:
         """Run one decode step in a given program that is large enough for it, every draft of every row
         included."""
-        return self._run_in(program, batch, [row.num_drafts for row in batch.rows])
+        columns = Step(batch.rows).columns
+        return self._run_in(program, batch, columns.num_computed_tokens, columns.num_drafts)
 
     def _run_in(
-        self, program: Program, batch: DecodeBatch, verified: Sequence[int]
+        self,
+        program: Program,
+        batch: DecodeBatch,
+        computed: Sequence[int],
+        verified: Sequence[int],
     ) -> dict[str, Tensor]:
-        rows = len(batch.rows)
-        ids = program.buffers.input_ids[:rows]
-        if not len(batch.token_ids) == len(ids) == rows <= len(batch.block_table):
-            raise _unequal(batch, len(program.buffers.rows))
-        ids[:, 0] = batch.token_ids.numpy()
-        width = ids.shape[1]
-        # Every row of a uniform program is as wide as the program; what it is wider than its own tokens
-        # holds placeholders, whose keys and values the next steps overwrite.
-        query_lens = np.full(rows, width, dtype=np.int32)
-        if width > 1 and not self._uniform:
-            query_lens[:] = verified
-            query_lens += 1
-        if width > 1:
+        rows, buffers = len(computed), program.buffers
+        token_ids, block_table = batch.token_ids.numpy(), batch.block_table.numpy()
+        ids = buffers.input_ids[:rows]
+        if not len(token_ids) == len(ids) == rows <= len(block_table):
+            raise _unequal(batch, len(buffers.input_ids))
+        ids[:, 0] = token_ids
+        spec_tokens = ids.shape[1] - 1
+        query_lens = None
+        if spec_tokens:
             drafts = batch.draft_token_ids
-            given = 0 if drafts is None else min(drafts.shape[1], width - 1)
+            given = 0 if drafts is None else min(drafts.shape[1], spec_tokens)
             if drafts is not None:
                 ids[:, 1 : 1 + given] = drafts.numpy()[:, :given]
             ids[:, 1 + given :] = 0
-        program.buffers.place(
-            np.array([row.num_computed_tokens for row in batch.rows], dtype=np.int64),
+            # Every row of a uniform program is as wide as the program; what it is wider than its own
+            # tokens holds placeholders, whose keys and values the next steps overwrite.
+            if not self._uniform and min(verified, default=spec_tokens) < spec_tokens:
+                query_lens = np.array(verified, dtype=np.int32) + np.int32(1)
+        windows = batch.window_block_table
+        buffers.place(
+            np.array(computed, dtype=np.int64),
             query_lens,
-            batch.block_table,
-            batch.window_block_table,
+            block_table,
+            None if windows is None else windows.numpy(),
         )
         return _named_outputs(program, rows)
 
@@ -259,7 +266,9 @@ class Dispatcher:
         inputs.input_ids[:rows, :width] = batch.token_ids
         states = batch.auxiliary_hidden_states[:, :width]
         inputs.auxiliary_hidden_states[:rows, : states.shape[1]] = states
-        program.buffers.place(batch.starts.numpy(), batch.query_lens.numpy(), batch.block_table)
+        program.buffers.place(
+            batch.starts.numpy(), batch.query_lens.numpy(), batch.block_table.numpy()
+        )
         drafts = _named_outputs(program, rows)["draft_token_ids"]
         self._observe(shape, rows)
         return drafts
@@ -324,9 +333,7 @@ def _lacking(shape: DecodeShape, names: Sequence[str]) -> ConfigError:
 
 def _named_outputs(program: Program, rows: int) -> dict[str, Tensor]:
     """Run the program on what its buffers hold."""
-    results = program.call({})
-    return {
-        name: tensor[:rows]
-        for name, tensor in zip(program.outputs, results, strict=True)
-        if name is not None
-    }
+    results = zip(program.outputs, program.call({}), strict=True)
+    if rows == len(program.buffers.input_ids):
+        return {name: tensor for name, tensor in results if name is not None}
+    return {name: tensor[:rows] for name, tensor in results if name is not None}

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,7 +24,7 @@ from neffbuild.models.decode import (
     windowed_draft_inputs,
     windowed_inputs,
 )
-from neffbuild.runtime.block_table import TrimmedBlockTable, head_trim, new_trimmed, tail_trim
+from neffbuild.runtime.block_table import TrimmedBlockTable, cut_head, cut_tail, new_trimmed
 
 
 class GroupBuffers:
@@ -48,41 +47,50 @@ class GroupBuffers:
         self._blocks: NDArray[np.int32] = table.block_table.numpy()
         self._offsets: NDArray[np.int32] = table.position_offset.numpy()
         self._slots: NDArray[np.int64] = slot_mapping.numpy()
+        self._rows = np.arange(len(self._blocks))[:, None]
 
     def fill(
         self,
-        full: Tensor,
+        full: NDArray[np.integer],
         starts: NDArray[np.int64],
         positions: NDArray[np.int64],
-        live: NDArray[np.bool_],
-        rows: NDArray[np.int64],
+        live: NDArray[np.bool_] | None,
     ) -> None:
         """Cut the live rows' tables and look up the slots of `positions` `[rows, query_len]`, which begin
-        at `starts`; tokens that are not `live` look nothing up. Raises as `head_trim` does."""
+        at `starts`; tokens that are not `live` (None: all are) look nothing up. Raises as `head_trim`
+        does."""
         count, block_size = len(starts), self._block_size
         if self.window is None:
-            head_trim(full, self.table)
+            cut_head(full, self._blocks)
             within = positions
         else:
-            tail_trim(
+            cut_tail(
                 full,
-                self.table,
+                self._blocks,
+                self._offsets,
                 starts,
                 window=self.window,
                 block_size=block_size,
                 full_columns=self.full_columns,
             )
-            within = (positions - self._offsets[:count, None]) * live
+            within = positions - self._offsets[:count, None]
+            if live is not None:
+                within *= live
         columns = within // block_size
-        # In int64, as positions are: blocks are int32 and slots need not fit.
-        blocks = self._blocks[rows[:count, None], columns].astype(np.int64)
-        self._slots[:count] = ((blocks - columns) * block_size + within) * live
+        blocks = self._blocks[self._rows[:count], columns]
+        slots = self._slots[:count]
+        # Into int64, as positions are: blocks are int32 and slots need not fit.
+        np.subtract(blocks, columns, out=slots)
+        slots *= block_size
+        slots += within
+        if live is not None:
+            slots *= live
 
 
 @dataclass(frozen=True, slots=True)
 class StepBuffers:
     """`inputs` are bound to the program; the rest is views of them, and what does not change: `queries`
-    counts the tokens of a row, `rows` the rows. `groups` in the order of the program's tables."""
+    counts the tokens of a row. `groups` in the order of the program's tables."""
 
     inputs: Inputs
     groups: tuple[GroupBuffers, ...]
@@ -90,37 +98,41 @@ class StepBuffers:
     positions: NDArray[np.int64]
     query_lens: NDArray[np.int32]
     queries: NDArray[np.int64]
-    rows: NDArray[np.int64]
 
     def place(
         self,
         starts: NDArray[np.int64],
-        query_lens: NDArray[np.int32],
-        block_table: Tensor,
-        window_block_table: Tensor | None = None,
+        query_lens: NDArray[np.int32] | None,
+        block_table: NDArray[np.integer],
+        window_block_table: NDArray[np.integer] | None = None,
     ) -> None:
         """Where the tokens of each live row are, from its start on. Rows beyond them are pad rows, and
-        queries beyond a row's length pad tokens: neither looks anything up in a block table.
+        queries beyond a row's length (None: every row is as wide as the program) pad tokens: neither
+        looks anything up in a block table.
 
         The tables are the engine's own, of the live rows, at full width; without one of their own, layers
         with a window take `block_table`. Raises as `head_trim` does.
         """
         rows = len(starts)
-        live = self.queries < query_lens[:, None]
-        positions = (starts[:, None] + self.queries) * live
+        positions, live = self.positions[:rows], None
+        np.add(starts[:, None], self.queries, out=positions)
+        if query_lens is None:
+            self.query_lens[:rows] = len(self.queries)
+        else:
+            self.query_lens[:rows] = query_lens
+            live = self.queries < query_lens[:, None]
+            positions *= live
+        self.query_lens[rows:] = 0
         for group in self.groups:
             full = block_table
             if group.window is not None and window_block_table is not None:
                 full = window_block_table
-            group.fill(full, starts, positions, live, self.rows)
-        self.positions[:rows] = positions
-        self.query_lens[:rows] = query_lens
-        self.query_lens[rows:] = 0
+            group.fill(full, starts, positions, live)
 
     def place_nothing(self) -> None:
         """No row is live: all are pad rows."""
-        nothing = torch.zeros(0, self.groups[0].full_columns, dtype=torch.int32)
-        self.place(np.zeros(0, np.int64), np.zeros(0, np.int32), nothing)
+        nothing = np.zeros((0, self.groups[0].full_columns), np.int32)
+        self.place(np.zeros(0, np.int64), None, nothing)
 
 
 def target_buffers(bucketer: Bucketer, shape: DecodeShape) -> StepBuffers:
@@ -185,13 +197,11 @@ def _group(
 
 
 def _buffers(inputs: Inputs, groups: Sequence[GroupBuffers]) -> StepBuffers:
-    num_seqs, query_len = inputs.input_ids.shape
     return StepBuffers(
         inputs=inputs,
         groups=tuple(groups),
         input_ids=inputs.input_ids.numpy(),
         positions=inputs.positions.numpy(),
         query_lens=inputs.query_lens.numpy(),
-        queries=np.arange(query_len),
-        rows=np.arange(num_seqs),
+        queries=np.arange(inputs.input_ids.shape[1]),
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-for room in ("cli", "grid"):
+for room in ("cli", "grid", "neuronx"):
     folder = str(Path(__file__).parents[1] / room)
     if folder not in sys.path:
         sys.path.append(folder)

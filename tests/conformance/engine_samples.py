@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from neffs import make_neff
+
 from neffbuild.grid.bucketer import Bucketer
 from neffbuild.grid.shapes import DecodeShape, Family, PrefillShape, Shape
 
+NEFF = make_neff()
 PAIRS = [(rows, context) for rows in (1, 2, 4) for context in (1024, 4096)]
 """The decode targets of the config that `cli_samples` writes."""
 
@@ -117,8 +120,10 @@ def write_entry(
         f'{{"version": 0, "cache_key": "{stated or key}", "output_count": 2}}'
     )
     if finished:
-        (folder / f"graph_{key}.neff").write_bytes(b"neff")
-        (folder / ".compilation_complete").write_text("completed:1764452474\nneff_size:4\n")
+        (folder / f"graph_{key}.neff").write_bytes(NEFF)
+        (folder / ".compilation_complete").write_text(
+            f"completed:1764452474\nneff_size:{len(NEFF)}\n"
+        )
     return folder
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 from types import MappingProxyType
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from cli_samples import EAGLE3, INDUCTOR, Project, Ran
 from engine_samples import (
+    NEFF,
     PAIRS,
     VLLM_WARM_UP,
     extracting,
@@ -278,7 +280,7 @@ WRONG = {
     "both": (["--engine-log", "a", "--engine-cache", "b"], "exclude each other"),
     "a tag": (["--engine-log", "a", "--from", "x"], "--from is of two tags"),
     "a check": (["--engine-cache", "a", "--check"], "--check is of two tags"),
-    "no cache": (["--engine-cache", "none"], "cannot read none: No such file"),
+    "no cache": (["--engine-cache", "none"], "none is not there"),
     "an empty cache": (["--engine-cache", "home"], "nothing in the engine's cache"),
     "nothing": ([], "--from is missing"),
 }
@@ -410,22 +412,90 @@ class TestCache:
         write_entry(root, 99, graph_inputs(bucketer, shapes[0]), stated="f" * 32)
         ran = self.compared(project, config)
         assert found(ran) == {"failed": [f"{99:032x}"]}
+        assert f"states the cache_key '{'f' * 32}'" in ran.document["differences"][0]["detail"]
 
-    def test_what_cannot_be_told_is_said(
+    def test_what_is_finished_by_its_own_word_alone(
+        self, project: Project, config: str, bucketer: Bucketer, shapes: list[Shape]
+    ) -> None:
+        """Judged as an import judges: names of files are not enough."""
+        root = self.fill(project, bucketer, shapes)
+        short, empty, none = (root / f"{number:032x}" for number in range(3))
+        with (short / f"graph_{short.name}.neff").open("rb+") as file:
+            file.truncate(len(NEFF) - 1)
+        (empty / "graph.hlo").write_bytes(b"")
+        (none / ".compilation_complete").unlink()
+        ran = self.compared(project, config)
+        assert found(ran) == {"failed": [short.name, empty.name]}
+        details = [one["detail"] for one in ran.document["differences"]]
+        assert all("says that it is finished, and is not: " in one for one in details)
+        assert f"states neff_size {len(NEFF)}" in details[0]
+        assert "graph.hlo is empty" in details[1]
+        assert ran.document["counts"]["matching"] == 6
+        assert "1 of them are not finished" in ran.document["notes"][1]
+
+    def test_an_entry_of_a_rank_is_one(
+        self, project: Project, config: str, bucketer: Bucketer, shapes: list[Shape]
+    ) -> None:
+        root = self.fill(project, bucketer, shapes[1:])
+        write_entry(root / "dp0.rank1", 99, graph_inputs(bucketer, shapes[0]))
+        ran = self.compared(project, config)
+        assert (ran.status, ran.document["counts"]["matching"]) == (0, 6)
+
+    def test_a_lock_without_an_entry_is_none(
+        self, project: Project, config: str, bucketer: Bucketer, shapes: list[Shape]
+    ) -> None:
+        root = self.fill(project, bucketer, shapes)
+        (root / f".{'d' * 32}.compilation_metadata.lock").touch()
+        ran = self.compared(project, config)
+        assert (ran.status, ran.document["counts"]["unread"]) == (0, 0)
+
+    def test_an_entry_that_is_being_compiled_may_not_say_yet_what_it_is(
+        self, project: Project, config: str, bucketer: Bucketer, shapes: list[Shape]
+    ) -> None:
+        root = self.fill(project, bucketer, shapes)
+        with (root / f".{'d' * 32}.compilation_metadata.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            ran = self.compared(project, config)
+        assert ran.status == 1
+        [unread] = ran.document["unread"]
+        assert unread["name"] == "d" * 32
+        assert "it is not finished: " in unread["reason"]
+
+    def test_what_cannot_be_told_is_said_and_is_not_called_equal(
         self, project: Project, config: str, bucketer: Bucketer, shapes: list[Shape]
     ) -> None:
         root = self.fill(project, bucketer, shapes)
         (root / ("a" * 32)).mkdir()
-        (root / ("b" * 32)).symlink_to("/etc")
+        # One that would be read if links were followed.
+        elsewhere = write_entry(project.root / "elsewhere", 98, graph_inputs(bucketer, shapes[0]))
+        (root / ("b" * 32)).symlink_to(elsewhere)
         (root / ("c" * 32)).write_bytes(b"")
+        inside = write_entry(root, 97, graph_inputs(bucketer, shapes[0]))
+        (inside / "rank0").symlink_to(elsewhere)
         bad = write_entry(root, 99, graph_inputs(bucketer, shapes[0]))
         (bad / "fxgraph.txt").unlink()
         os.mkfifo(bad / "fxgraph.txt")
         (bad / ".artifact_metadata_v0.json").write_bytes(b"[" * 100_000)
         ran = self.compared(project, config)
-        assert ran.status == 0, ran
-        assert sorted(one["name"] for one in ran.document["unread"]) == sorted(
-            [f"{99:032x}", "a" * 32, "b" * 32, "c" * 32]
-        )
+        assert ran.status == 1, ran
+        assert not ran.document["different"]
+        assert ran.document["counts"]["unread"] == 5
+        names = [bad.name, inside.name, "a" * 32, "b" * 32, "c" * 32]
+        reasons = {one["name"]: one["reason"] for one in ran.document["unread"]}
+        assert sorted(reasons) == sorted(names)
+        assert "is a link" in reasons["b" * 32]
+        text = project.call("diff", config, "--engine-cache", "compile_cache")
+        assert text.status == 1
+        assert all(f"? {name}  it " in text.out for name in names)
+        assert text.out.endswith("compile_cache: 6 programs as planned, 5 unread\n")
+
+    def test_of_much_that_is_unread_some_is_named(
+        self, project: Project, config: str, bucketer: Bucketer, shapes: list[Shape]
+    ) -> None:
+        root = self.fill(project, bucketer, shapes[1:])
+        for number in range(100, 120):
+            (root / f"{number:032x}").mkdir()
         text = project.call("diff", config, "--engine-cache", "compile_cache").out
-        assert "of 4 entries it cannot be told what they are" in text
+        assert text.count("\n? ") == 8
+        assert "… and 12 more that are unread" in text
+        assert text.endswith("5 programs as planned, 1 missing, 20 unread\n")

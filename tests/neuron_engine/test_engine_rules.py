@@ -181,8 +181,8 @@ def test_names_tell_more_than_shapes() -> None:
     found = {shape.bucket_name for shape in fitting(inputs, units.units)}
     assert found == {"decode_b2_s6_ctx1024", "decode_b2_s6_ctx4096"}
     assert not row_units(config, Row(4)).shapes_of(texts, None)
-    with pytest.raises(Unread, match=r"it holds no texts; of graph.hlo, it states no"):
-        units.shapes_of(None, b"")
+    with pytest.raises(Unread, match=r"it has no example_inputs.txt; of graph.hlo, it states no"):
+        units.shapes_of(EngineEntry("e"), b"")
 
 
 def test_a_proto_that_xla_wrote_is_read() -> None:

@@ -50,6 +50,8 @@ from neffbuild.cache.layouts.vllm_neuron_rules import (
 )
 
 NAME = "vllm-neuron"
+KERNEL_RESULTS = "nki/"
+"""Places below it are results of kernels, no graphs."""
 
 _KEY = re.compile(r"[0-9a-f]{32}")
 _RANK = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]*\.)?rank\d+")
@@ -96,7 +98,7 @@ class VllmNeuron:
                 yield f"{name!r} is nothing that is known of this layout, and passed over"
 
     def examine(self, tree: Tree, place: str) -> Found:
-        if place.startswith("nki/"):
+        if place.startswith(KERNEL_RESULTS):
             return self._examine_kernel_result(tree, place)
         locked, stale = lock_state(tree, place)
         if locked is not None:
@@ -105,7 +107,7 @@ class VllmNeuron:
         return replace(found, notes=(stale, *found.notes)) if stale else found
 
     def contents(self, tree: Tree, place: str) -> Found:
-        if place.startswith("nki/"):
+        if place.startswith(KERNEL_RESULTS):
             return self._examine_kernel_result(tree, place)
         key = place.rpartition("/")[2]
         if tree.is_no_folder(place):
@@ -176,7 +178,7 @@ class VllmNeuron:
 
     def completed(self, place: str, sizes: Mapping[str, int]) -> Mapping[str, bytes]:
         sentinel = f"{place}/{SENTINEL}"
-        if place.startswith("nki/") or sentinel in sizes:
+        if place.startswith(KERNEL_RESULTS) or sentinel in sizes:
             return {}
         key = place.rpartition("/")[2]
         for one in GENERATIONS:
@@ -190,7 +192,7 @@ class VllmNeuron:
         return name.rpartition("/")[2] == SENTINEL and name.count("/") <= 2
 
     def guarded(self, root: Path, place: str) -> AbstractContextManager[None]:
-        return nullcontext() if place.startswith("nki/") else guarded(root, place)
+        return nullcontext() if place.startswith(KERNEL_RESULTS) else guarded(root, place)
 
     def _examine_kernel_result(self, tree: Tree, place: str) -> Found:
         if not _NKI_RESULT.fullmatch(place):

@@ -8,16 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from neffbuild.cache.engine_cache import engine_entries
+from neffbuild.cache.engine_cache import engine_entry
 from neffbuild.cache.layouts.layout import Found, State, entry_file
 from neffbuild.cache.layouts.tree import Tree
-from neffbuild.cache.layouts.vllm_neuron import NAME, VllmNeuron
+from neffbuild.cache.layouts.vllm_neuron import KERNEL_RESULTS, NAME, VllmNeuron
 from neffbuild.cache.layouts.vllm_neuron_rules import XLA
-from neffbuild.grid.engine_entries import EngineEntry, Unread
+from neffbuild.grid.engine_entries import Unread
 from neffbuild.grid.shapes import Shape
 from neffbuild.toolchain.neuronx.engine_entries import RowUnits
-
-_KERNEL_RESULTS = "nki/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +40,18 @@ def entries(root: Path, row: RowUnits) -> list[Entry]:
     """Every entry of a cache, finished or not, by key. What ranks have captured for one of them to
     compile is none."""
     layout, tree = VllmNeuron(), Tree(root)
-    texts = {one.name: one for one in engine_entries(root)}
     return [
-        _entry(root, layout.examine(tree, place), texts.get(place), row)
+        _entry(tree, layout.examine(tree, place), row)
         for place in layout.places(tree)
         if "/" not in place
     ]
 
 
-def _entry(root: Path, found: Found, texts: EngineEntry | None, row: RowUnits) -> Entry:
-    path = root / found.place / XLA.graph
+def _entry(tree: Tree, found: Found, row: RowUnits) -> Entry:
+    path = tree.root / found.place / XLA.graph
     try:
         graph = path.read_bytes() if path.is_file() else None
-        return Entry(found.place, found, row.shapes_of(texts, graph))
+        return Entry(found.place, found, row.shapes_of(engine_entry(tree, found), graph))
     except Unread as unread:
         return Entry(found.place, found, unstated=str(unread))
 
@@ -110,7 +107,7 @@ def _copy(source: Path, found: Found, destination: Path) -> None:
 def _kernel_results(root: Path) -> Iterator[Found]:
     layout, tree = VllmNeuron(), Tree(root)
     for place in layout.places(tree):
-        if place.startswith(_KERNEL_RESULTS):
+        if place.startswith(KERNEL_RESULTS):
             found = layout.examine(tree, place)
             if found.state is State.COMPLETE:
                 yield found

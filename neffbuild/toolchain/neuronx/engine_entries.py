@@ -101,15 +101,13 @@ class RowUnits:
         )
         return cls(bucketer, units, num_kv_blocks)
 
-    def shapes_of(self, texts: EngineEntry | None, graph: bytes | None) -> frozenset[Shape]:
+    def shapes_of(self, texts: EngineEntry, graph: bytes | None) -> frozenset[Shape]:
         """The units of the row that an entry may be for: none, one, or those that cannot be told apart.
 
         `texts` is what the entry keeps for people, `graph` its `graph.hlo`. Raises `Unread` where neither
         says what the graph takes.
         """
         try:
-            if texts is None:
-                raise Unread("it holds no texts")
             named = entry_shapes(self.bucketer, texts)
         except Unread as unread:
             try:
