@@ -47,7 +47,7 @@ def main() -> None:
 def _measure(spec_tokens: int, rounds: int) -> None:
     generator = random.Random(0)
     contexts = [[generator.randrange(1, CONTEXTS[-1]) for _ in range(BATCH)] for _ in range(_STEPS)]
-    steps = [_step(of_rows, spec_tokens) for of_rows in contexts]
+    rows = [_rows(of_rows, spec_tokens) for of_rows in contexts]
     ways: dict[str, Callable[[], object]] = {}
     vllm = _vllm_dispatch(spec_tokens)
     if vllm is not None:
@@ -57,9 +57,9 @@ def _measure(spec_tokens: int, rounds: int) -> None:
         _search(of_rows, spec_tokens) for of_rows in contexts
     ]
     select = _dispatcher(spec_tokens).select
-    ways["Dispatcher.select"] = lambda: [select(step) for step in steps]
+    ways["Dispatcher.select"] = lambda: [select(Step(of_step)) for of_step in rows]
     ways["Dispatcher.select, its rows made anew"] = lambda: [
-        select(_step(of_rows, spec_tokens)) for of_rows in contexts
+        select(Step(_rows(of_rows, spec_tokens))) for of_rows in contexts
     ]
     for way, counting in (("a whole step", False), ("a whole step, counted", True)):
         run, batches = _step_around_nothing(spec_tokens, contexts, counting)
@@ -76,8 +76,8 @@ def _measure(spec_tokens: int, rounds: int) -> None:
         )
 
 
-def _step(contexts: list[int], spec_tokens: int) -> Step:
-    return Step([Row(context, num_drafts=spec_tokens) for context in contexts])
+def _rows(contexts: list[int], spec_tokens: int) -> list[Row]:
+    return [Row(context, num_drafts=spec_tokens) for context in contexts]
 
 
 def _each(run: Callable[[DecodeBatch], object], batches: list[DecodeBatch]) -> Callable[[], object]:
@@ -101,9 +101,7 @@ def _step_around_nothing(
     table = torch.ones(BATCH, columns, dtype=torch.int32)
 
     batches = [
-        DecodeBatch(
-            _step(of_rows, spec_tokens).rows, tokens, table, drafts if spec_tokens else None
-        )
+        DecodeBatch(_rows(of_rows, spec_tokens), tokens, table, drafts if spec_tokens else None)
         for of_rows in contexts
     ]
     return dispatcher.run, batches

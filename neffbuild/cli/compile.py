@@ -115,12 +115,10 @@ def command(
     else:
         if shard is not None:
             output.write(f"shard {shard}: {len(part.names)} of {counted(part.of_units, 'unit')}")
-        same = [
-            f"{name} {shlex.quote(text)} "
-            for name, text in (("--remote", remote), ("--only", only))
-            if text
-        ]
-        again = f"neffbuild compile {shard_words(shard)}{''.join(same)}{options.config_words(words, cache)}"
+        same = shard_words(shard) + tiers.remote_words(remote)
+        if only is not None:
+            same += f"--only {shlex.quote(only)} "
+        again = f"neffbuild compile {same}{options.config_words(words, cache)}"
         none = "no failure of these units is recorded" if retry_failed else "no unit is chosen"
         _print(rows, run, tiered, failed, len(chosen.put_off), again, none)
     if run is not None and run.interrupted:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,13 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from neffbuild.cli import layouts, options, output
-from neffbuild.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Container
-
     from neffbuild.cache.layouts.filled import Filled
-    from neffbuild.cache.layouts.serving_environment import Setting
+    from neffbuild.cli.engine_env import Served
     from neffbuild.config.build import BuildConfig
 
 _SHOWN = 20
@@ -28,7 +24,8 @@ _SHOWN = 20
     "--root",
     type=layouts.Folder(),
     metavar="DIR",
-    help="The engine's VLLM_CACHE_ROOT, or its compile cache DIR/neuron/compile_cache; it is checked.",
+    help="The engine's VLLM_CACHE_ROOT, or its compile cache DIR/neuron/compile_cache; of TorchNeuron its "
+    "TORCH_NEURONX_NEFF_CACHE_DIR. It is checked.",
 )
 @click.option(
     "--plugin-version",
@@ -44,124 +41,54 @@ def command(
     cache: Path | None,
     as_json: bool,
 ) -> int:
-    """The variables with which vLLM Neuron serves CONFIG strictly, as lines for a shell.
+    """The variables with which vLLM Neuron serves CONFIG strictly, or TorchNeuron from its cache, as lines
+    for a shell.
 
     \b
     neffbuild env my.yaml --root /opt/vllm-cache > serve.env && . ./serve.env
 
     With --root, the cache there is compared with what the local cache has for CONFIG: what is missing is
     named on stderr, and the exit status is 1. Fill it first: `neffbuild pull URL --tag T --layout vllm-neuron
-    --into DIR/neuron/compile_cache`.
+    --into DIR/neuron/compile_cache`, of TorchNeuron `--layout torch-neuronx --into DIR`.
     """
-    from neffbuild.cache.layouts.engine_root import BELOW, vllm_neuron_cache_root
-    from neffbuild.cache.layouts.serving_environment import (
-        NATIVE,
-        serving_environment,
-        settled_version,
-    )
-    from neffbuild.toolchain.neuronx.command import stated_flags
-    from neffbuild.toolchain.neuronx.flags import canonical_flags
+    from neffbuild.cli.engine_env import served
 
     config = options.only_config(words, cache)
-    _require_neuron(config)
-    flags = [str(flag) for flag in canonical_flags(stated_flags(config, os.environ))]
-    route = config.toolchain.route or NATIVE
-    version = plugin_version or settled_version(route, config.toolchain.versions)
-    cache_root = _printable(
-        (vllm_neuron_cache_root(os.environ) if root is None else _cache_root(root)).absolute()
-    )
-    settings = serving_environment(route=route, version=version, root=cache_root, flags=flags)
-    settings += _keyed(config, {one.name for one in settings})
-    checked = None if root is None else _check(config, cache_root / BELOW)
+    engine = served(config, root, plugin_version)
+    checked = None if root is None else _check(config, engine)
     if as_json:
         document = {
             "schema": "neffbuild.env/1",
             "config": config.source,
-            "route": route,
-            "plugin_version": version,
-            "cache_root": str(cache_root),
-            "compile_cache": str(cache_root / BELOW),
-            "settings": [one.document() for one in settings],
+            "engine": engine.engine,
+            "route": engine.route,
+            "plugin_version": engine.plugin_version,
+            "cache_root": str(engine.cache_root),
+            "compile_cache": str(engine.compile_cache),
+            "settings": [one.document() for one in engine.settings],
             "check": None if checked is None else _check_document(*checked),
         }
         output.print_json(document)
     else:
-        output.write(_text(route, version, settings))
+        output.write(_text(engine))
         if checked is not None:
-            _remark(*checked, cache_root / BELOW)
+            _remark(*checked, engine)
     return 0 if checked is None or checked[0].ready else 1
 
 
-def _require_neuron(config: BuildConfig) -> None:
-    from neffbuild.toolchain.neuronx.routes import TORCH_NEURONX, VLLM_NEURON
-
-    name = config.toolchain.name
-    if name != "neuronx":
-        raise ConfigError(
-            f"{config.source} is for the toolchain {name}; these variables are vLLM Neuron's",
-            field="toolchain.name",
-            value=name,
-            hint="set toolchain.name to neuronx; other engines are told with NEFFBUILD_MANIFEST and "
-            "NEFFBUILD_STRICT",
-        )
-    engine = config.toolchain.engine
-    if engine not in (None, VLLM_NEURON):
-        raise ConfigError(
-            f"{config.source} is for the engine {engine}; these variables are vLLM Neuron's",
-            field="toolchain.engine",
-            value=engine,
-            hint="TorchNeuron finds what `neffbuild pull --layout torch-neuronx --into DIR` has written with "
-            "TORCH_NEURONX_NEFF_CACHE_DIR=DIR"
-            if engine == TORCH_NEURONX
-            else "only vLLM Neuron keeps a cache of its own for it",
-        )
-
-
-def _keyed(config: BuildConfig, set_already: Container[str]) -> tuple[Setting, ...]:
-    """What this shell sets of what may change a graph."""
-    from neffbuild.cache.layouts.serving_environment import Setting
-    from neffbuild.toolchain.neuronx.routes import keyed_environment, route_of
-
-    why = "set where this was written, and in the keys: the engine traces other graphs without it"
-    keyed = keyed_environment(route_of(config.toolchain, os.environ), os.environ)
-    return tuple(
-        Setting(name, keyed[name], why) for name in sorted(keyed) if name not in set_already
-    )
-
-
-def _cache_root(root: Path) -> Path:
-    from neffbuild.cache.layouts.engine_root import BELOW
-
-    parts = len(BELOW.parts)
-    return Path(*root.parts[:-parts]) if root.parts[-parts:] == BELOW.parts else root
-
-
-def _printable(path: Path) -> Path:
-    # A line break in a comment would start a line of the shell's.
-    if not str(path).isprintable():
-        raise ConfigError(
-            f"the path {str(path)!r} holds what cannot be printed",
-            field="--root",
-            value=str(path),
-        )
-    return path
-
-
-def _check(config: BuildConfig, compile_cache: Path) -> tuple[Filled, str | None]:
+def _check(config: BuildConfig, engine: Served) -> tuple[Filled, str | None]:
     """How far the cache is filled, and with the entries of which manifest it was compared."""
     from neffbuild.cache.catalog import read_manifest
     from neffbuild.cache.layouts.candidates import places_of
     from neffbuild.cache.layouts.filled import filled
-    from neffbuild.cache.layouts.vllm_neuron import VllmNeuron
     from neffbuild.cache.recipe import config_digest
     from neffbuild.cache.records import read_pointer
 
     store = options.local_store(config)
     digest = read_pointer(store, config_digest(config))
     manifest = read_manifest(store, digest) if digest else None
-    layout = VllmNeuron()
-    entries = manifest.entries if manifest and places_of(layout, manifest.entries) else None
-    return filled(layout, compile_cache, entries), digest if entries else None
+    entries = manifest.entries if manifest and places_of(engine.layout, manifest.entries) else None
+    return filled(engine.layout, engine.compile_cache, entries), digest if entries else None
 
 
 def _check_document(checked: Filled, manifest: str | None) -> dict[str, Any]:
@@ -173,12 +100,12 @@ def _check_document(checked: Filled, manifest: str | None) -> dict[str, Any]:
     }
 
 
-def _text(route: str, version: str, settings: tuple[Setting, ...]) -> str:
+def _text(engine: Served) -> str:
     lines = [
-        f"# vLLM Neuron {version}, route {route}: serve from the cache, compile nothing.",
+        f"# {engine.heading}",
         "# From its published documentation; not run on a Neuron device.",
     ]
-    for one in settings:
+    for one in engine.settings:
         mark = "" if one.verified else "unverified: "
         lines.append(f"# {mark}{one.why}")
         lines.append(
@@ -189,19 +116,18 @@ def _text(route: str, version: str, settings: tuple[Setting, ...]) -> str:
     return "\n".join(lines)
 
 
-def _remark(checked: Filled, manifest: str | None, compile_cache: Path) -> None:
+def _remark(checked: Filled, manifest: str | None, engine: Served) -> None:
     against = f"what manifest {manifest[:12]} has" if manifest else "no manifest"
+    place = engine.compile_cache
     for one in checked.lacking[:_SHOWN]:
         output.remark(f"neffbuild: {one.place}: {one.state.value}, {one.reason}")
     if len(checked.lacking) > _SHOWN:
         output.remark(f"neffbuild: … and {len(checked.lacking) - _SHOWN} more (--json lists them)")
     if checked.ready:
-        output.remark(
-            f"neffbuild: {compile_cache} holds {checked.hits} hits, compared with {against}"
-        )
+        output.remark(f"neffbuild: {place} holds {checked.hits} hits, compared with {against}")
     else:
         output.remark(
-            f"neffbuild: {compile_cache} is not filled: {checked.hits} hits, {len(checked.lacking)} lacking, "
+            f"neffbuild: {place} is not filled: {checked.hits} hits, {len(checked.lacking)} lacking, "
             f"compared with {against}; fill it before the engine starts: neffbuild pull URL --tag T "
-            f"--layout vllm-neuron --into {shlex.quote(str(compile_cache))}"
+            f"--layout {engine.layout.name} --into {shlex.quote(str(place))}"
         )

@@ -69,7 +69,7 @@ def command(
         if refusal:
             output.write(f"to plan with only: {refusal}")
         elif plan.counts["missing"]:
-            again = f"{shard_words(shard)}{options.config_words(words, cache)}"
+            again = f"{shard_words(shard)}{tiers.remote_words(remote)}{options.config_words(words, cache)}"
             output.write(f"next: neffbuild compile {again}")
     incomplete = plan.counts["missing"] + plan.counts["unresolved"]
     return 1 if check and incomplete else 0

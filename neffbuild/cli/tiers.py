@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,6 +23,11 @@ def remote_option(command: _Command) -> _Command:
         metavar="URL",
         help="Remote store to read and write (overrides the config's `cache.remotes`).",
     )(command)
+
+
+def remote_words(remote: str | None) -> str:
+    """The option that names the remote to another command, with a space after it; empty for none."""
+    return f"--remote {shlex.quote(remote)} " if remote else ""
 
 
 def tiered_store(config: BuildConfig, remote: str | None) -> TieredStore:

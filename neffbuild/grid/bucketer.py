@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from itertools import pairwise
 from typing import Self
 
@@ -211,7 +212,7 @@ class Bucketer:
         """The smallest shape of `family` for `num_seqs` live rows of up to `query_len` tokens that
         need `context_need` KV positions. Raises `AboveLadder` when there is none."""
         ladders = self.decode[family]
-        return DecodeShape(
+        return _shape(
             family,
             ladders.num_seqs.cover(num_seqs),
             ladders.query_len.cover(query_len),
@@ -237,6 +238,10 @@ class Bucketer:
         extra = extra_positions(shape, self.num_speculative_tokens)
         columns = self.window_columns(window, extra, self.block_size)
         return min(columns, self.block_table_width(shape))
+
+
+# Grids are small, and a step asks for the same few shapes again and again.
+_shape = cache(DecodeShape)
 
 
 def _verify_ladder(

@@ -224,12 +224,14 @@ def step_state(bucketer: Bucketer, step: Step) -> StepState:
     if not rows:
         return StepState(0, 0)
     computed, new_tokens, drafts, received, wanting = step.columns
-    holds_prefill = int(min(computed) == 0 or new_tokens.count(1) < len(rows))
+    lowest = min(computed)
+    holds_prefill = int(lowest == 0 or new_tokens.count(1) < len(rows))
     if holds_prefill:
         decoding = list(filter(is_decode_row, rows))
         if not decoding:
             return StepState(len(rows), 0, holds_prefill=holds_prefill)
         computed, _, drafts, received, wanting = zip(*decoding, strict=True)
+        lowest = min(computed)
     n = max(computed)
     if not bucketer.num_speculative_tokens:
         return StepState(len(rows), n, holds_prefill=holds_prefill)
@@ -245,8 +247,8 @@ def step_state(bucketer: Bucketer, step: Step) -> StepState:
         if step.post_transfer_policy is PostTransferPolicy.PADDED and shortest <= longest:
             query_len = max(query_len, 1 + bucketer.num_speculative_tokens)
     if not all(wanting):
-        computed = tuple(c for c, w in zip(computed, wanting, strict=True) if w)
-    room = max(limit - min(computed, default=limit), 0)
+        lowest = min((c for c, w in zip(computed, wanting, strict=True) if w), default=limit)
+    room = max(limit - lowest, 0)
     return StepState(len(rows), n, query_len, override, room, holds_prefill)
 
 

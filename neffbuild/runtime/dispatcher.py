@@ -242,7 +242,8 @@ class Dispatcher:
             given = 0 if drafts is None else min(drafts.shape[1], spec_tokens)
             if drafts is not None:
                 ids[:, 1 : 1 + given] = drafts.numpy()[:, :given]
-            ids[:, 1 + given :] = 0
+            if given < spec_tokens:
+                ids[:, 1 + given :] = 0
             # Every row of a uniform program is as wide as the program; what it is wider than its own
             # tokens holds placeholders, whose keys and values the next steps overwrite.
             if not self._uniform and min(verified, default=spec_tokens) < spec_tokens:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shlex
 from pathlib import Path
 
 import cli_samples
@@ -261,9 +262,22 @@ def test_next_steps_can_be_pasted(project: Project) -> None:
     config = project.write("my configs/a b.yaml", model="../model")
     plan = project.call("plan", config, "--cache", "my cache")
     assert "next: neffbuild compile 'my configs/a b.yaml' --cache 'my cache'" in plan.out
+    plan = project.call("plan", config, "--remote", "other store", "--shard", "1/2")
+    following = next(line for line in plan.out.splitlines() if line.startswith("next: "))
+    assert following == (
+        "next: neffbuild compile --shard 1/2 --remote 'other store' 'my configs/a b.yaml'"
+    )
+    _, *words = shlex.split(following.removeprefix("next: "))
+    assert project.call(*words).status == 0
+    # The units are where they were asked for, beside the local cache.
+    alone = [config, "--remote", "other store", "--cache", "new", "--shard", "1/2", "--check"]
+    assert project.call("plan", *alone).status == 0
     line = ["--", "vllm", "serve", "./model", "--max-model-len=512"]
-    plan = project.call("plan", *line)
-    assert "next: neffbuild compile -- vllm serve ./model --max-model-len=512" in plan.out
+    plan = project.call("plan", "--remote", "other store", *line)
+    assert (
+        "next: neffbuild compile --remote 'other store' -- vllm serve ./model --max-model-len=512"
+        in plan.out
+    )
 
 
 def on_a_terminal(project: Project, *words: str, **environment: str) -> tuple[int, str]:

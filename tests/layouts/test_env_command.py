@@ -134,16 +134,68 @@ def test_what_this_shell_sets_and_keys_hold_is_set_for_the_engine(project: Proje
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("engine", ["torch-neuronx", "reference"])
-def test_other_engines_are_not_told_with_vllm_neurons_variables(
-    project: Project, engine: str
-) -> None:
-    project.write(toolchain={"name": "neuronx", "target": "trn2", "engine": engine})
+def test_an_engine_without_a_cache_is_not_told_with_variables(project: Project) -> None:
+    project.write(toolchain={"name": "neuronx", "target": "trn2", "engine": "reference"})
     ran = project.call("env", "config.yaml", "--json")
     assert (ran.status, ran.document["error"]["field"]) == (2, "toolchain.engine")
-    assert ("TORCH_NEURONX_NEFF_CACHE_DIR" in ran.document["error"]["hint"]) == (
-        engine == "torch-neuronx"
-    )
+
+
+def test_torch_neuronx(project: Project) -> None:
+    document = env(project, engine="torch-neuronx")
+    assert (document["engine"], document["route"]) == ("torch-neuronx", "native")
+    assert document["plugin_version"] is None
+    assert document["cache_root"] == document["compile_cache"] == "/tmp/neff_cache"
+    assert settings(document) == {
+        "TORCH_NEURONX_NEFF_CACHE_DIR": "/tmp/neff_cache",
+        "TORCH_NEURONX_NEFF_DISABLE_CACHE": None,
+        "TORCH_NEURONX_COMPILE_ONLY": None,
+        "TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION": "1",
+        "NEURON_PLATFORM_TARGET_OVERRIDE": "trn2",
+        "NEURON_LOGICAL_NC_CONFIG": "2",
+        "NEURON_COMPILER_OPT_LEVEL": "-O2",
+        "NEURON_CC_FLAGS": None,
+        "TORCH_NEURONX_COMPLEX_DECOMPOSE": None,
+    }
+    project.environment["TORCH_NEURONX_NEFF_CACHE_DIR"] = "/data/neffs"
+    flags = [f"{SCRATCHPAD}=2048", "-O1", "--lnc=1", "--auto-cast=none", "--internal-a=1 2"]
+    told = settings(env(project, engine="torch-neuronx", flags=flags))
+    assert told["TORCH_NEURONX_NEFF_CACHE_DIR"] == "/data/neffs"
+    assert told["NEURON_LOGICAL_NC_CONFIG"] == "1"
+    assert told["NEURON_COMPILER_OPT_LEVEL"] == "-O1"
+    assert told["NEURON_SCRATCHPAD_PAGE_SIZE"] == "2048"
+    said = [f"{SCRATCHPAD}=2048", "--internal-a=1 2"]
+    assert shlex.split(told["NEURON_CC_FLAGS"] or "") == said
+    # A shell that took them says the same again.
+    project.environment |= {name: value for name, value in told.items() if value is not None}
+    assert settings(env(project, engine="torch-neuronx", flags=flags)) == told
+
+
+def test_what_torch_neuronx_is_not_told(project: Project) -> None:
+    project.write(toolchain={"name": "neuronx", "target": "trn2", "engine": "torch-neuronx"})
+    ran = project.call("env", "config.yaml", "--plugin-version", "0.29", "--json")
+    assert (ran.status, ran.error["field"]) == (2, "--plugin-version")
+    project.write(toolchain={"name": "neuronx", "engine": "torch-neuronx"})
+    ran = project.call("env", "config.yaml", "--json")
+    assert (ran.status, ran.error["field"]) == (2, "toolchain.target")
+
+
+def test_torch_neuronx_finds_what_is_stored_and_not_another_compilers(
+    project: Project, tmp_path: Path
+) -> None:
+    project.write(toolchain={"name": "neuronx", "target": "trn2", "engine": "torch-neuronx"})
+    foreign.torch_entry(tmp_path / "fleet", 0, build="2.28.7631.0")
+    line = ("import", str(tmp_path / "fleet"), "--layout", "torch-neuronx")
+    assert project.call(*line, "--config", "config.yaml").status == 0
+    check = ("env", "config.yaml", "--root", str(tmp_path / "fleet"))
+    ran = project.call(*check, "--json")
+    assert ran.status == 0, ran
+    assert ran.document["check"]["hits"] == 1
+    assert ran.document["check"]["manifest"]
+    foreign.torch_entry(tmp_path / "fleet", 0, build="2.27.5334.0")
+    ran = project.call(*check)
+    assert ran.status == 1
+    assert "is another file than the one that is stored" in ran.err
+    assert f"--layout torch-neuronx --into {tmp_path / 'fleet'}" in ran.err
 
 
 def test_flags_that_no_plan_would_take_are_refused(project: Project) -> None:
@@ -196,7 +248,7 @@ def serving(project: Project, tmp_path: Path) -> Path:
 def test_the_local_cache_has_to_be_filled_before_the_engine_starts(
     project: Project, serving: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("neffbuild.cli.env._require_neuron", lambda _: None)
+    monkeypatch.setattr("neffbuild.cli.engine_env._require_engine", lambda _: None)
     words = ("env", "config.yaml", "--cache", "node", "--json", "--root")
     # Both spellings: what the variable is set to, and where the entries are.
     for root in (serving, serving.parents[1]):
@@ -258,7 +310,7 @@ def test_what_is_refused(project: Project) -> None:
     project.write(toolchain={"name": "hostile"})
     ran = project.call("env", "config.yaml")
     assert ran.status == 2
-    assert "these variables are vLLM Neuron's" in ran.err
+    assert "these variables are of Neuron's engines" in ran.err
     project.write(toolchain={"name": "neuronx", "route": "hlo"})
     assert "allowed: native, xla" in project.call("env", "config.yaml").err
     project.write(toolchain={"name": "neuronx"})

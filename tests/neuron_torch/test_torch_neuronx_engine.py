@@ -127,10 +127,16 @@ def test_what_torch_neuronx_compiles_is_in_its_cache_on_a_serving_machine(
         assert list(entry["files"]) == [f"engine/torch-neuronx/{place}", "module.neff"]
         assert len({file["digest"] for file in entry["files"].values()}) == 1
         assert entry["statistics"]["neff"]["build_version"] == standin.VERSION
-        assert entry["statistics"]["engine_environment"]["NEURON_COMPILER_OPT_LEVEL"] == "-O1"
+        told = entry["statistics"]["engine_environment"]
+        assert told["NEURON_COMPILER_OPT_LEVEL"] == "-O1"
         assert str(project.root) not in json.dumps(entry)
         contents.add((serving / place).read_bytes())
     assert len(contents) == len(UNITS)
+    # A serving process is told what the compiles were.
+    env = project.call("env", config, "--root", str(serving), "--cache", other, "--json")
+    assert (env.status, env.document["check"]["hits"]) == (0, len(UNITS)), env
+    settings = {one["name"]: one["value"] for one in env.document["settings"]}
+    assert told.items() <= settings.items()
     assert project.call("verify", config, "--cache", other, "--json").document["ok"]
     assert project.call("compile", config).out.startswith("nothing to do: all 2 units")
 
