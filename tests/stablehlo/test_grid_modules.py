@@ -23,6 +23,7 @@ from xla_cpu import XlaProgram
 
 import neffbuild
 from neffbuild.grid.shapes import Family
+from neffbuild.models.layers import RMSNorm
 from neffbuild.toolchain.neuronx.stablehlo import capture, module_text
 
 GRID = grid(quickstart())
@@ -99,6 +100,26 @@ def test_a_module_is_stablehlo_alone(captured, name):
     here = Path(__file__).parents[2]
     for trace in (b"neffbuild", b".py", b"models", bytes(here), bytes(Path.home()), b"kv_caches"):
         assert trace not in graph.module
+
+
+@pytest.mark.parametrize("name", GRID)
+def test_every_weight_and_table_is_an_argument(captured, name):
+    """What is in a checkpoint, and what is computed from config.json alone as `inv_freq` is, comes from outside:
+    a module holds numbers, of which config.json says each, and no table of them."""
+    graph = captured[name].graph
+    assert set(Reference(quickstart(), GRID[name]).weights) <= set(graph.inputs)
+    assert any("inv_freq" in argument for argument in graph.inputs)
+    constants = re.findall(r"dense<([^>]*)>", module_text(graph.module))
+    assert constants
+    assert not [constant for constant in constants if "[" in constant or '"' in constant]
+    assert "dense_resource" not in module_text(graph.module)
+
+
+def test_no_weight_can_be_read_while_a_step_is_captured(monkeypatch):
+    """So none can become a number in it either."""
+    monkeypatch.setattr(RMSNorm, "forward", lambda self, hidden: hidden * float(self.weight[0]))
+    with pytest.raises(RuntimeError, match="(?i)data.dependent|unbacked"):
+        capture(unit(quickstart(), GRID["decode_b1_s1_ctx128"]))
 
 
 @pytest.mark.parametrize("name", GRID)

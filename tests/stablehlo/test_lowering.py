@@ -70,6 +70,34 @@ def test_arguments_that_are_not_written_to_are_not_aliased():
     assert taken == [1]
 
 
+class Holding(nn.Module):
+    """A module with a tensor of its own, registered or not."""
+
+    def __init__(self, values, *, kind):
+        super().__init__()
+        if kind == "parameter":
+            self.held = nn.Parameter(values)
+        elif kind == "buffer":
+            self.register_buffer("held", values)
+        else:
+            self.held = values
+
+    def forward(self, x):
+        return (x * self.held,)
+
+
+@pytest.mark.parametrize("values", [torch.tensor(1.5), torch.tensor([1.5, 2.5])])
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "attribute"])
+def test_values_of_a_tensor_that_is_no_argument_are_refused(kind, values):
+    with pytest.raises(ToolchainRefusal, match=r"hold the values of the tensor '\w+'"):
+        lower(Holding(values, kind=kind), {"x": torch.ones(2)}, ["a"])
+
+
+def test_values_written_in_the_code_are_refused_where_they_are_a_tensor():
+    with pytest.raises(ToolchainRefusal, match="which are in no key"):
+        lower(Program(lambda x: (x + torch.tensor([1, 2, 3] * 9),)), {"x": NUMBERS}, ["a"])
+
+
 def test_f64_is_refused():
     with pytest.raises(ToolchainRefusal, match=r"f64 \(stablehlo\.\w+\).*ESPP004"):
         lower(Program(lambda x: ((x.double() * 2).int(),)), {"x": NUMBERS}, ["a"])

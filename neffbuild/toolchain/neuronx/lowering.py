@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export.graph_signature import ExportGraphSignature, OutputKind
+from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 from torch.func import functional_call
 from torch_mlir import ir
 from torch_mlir.dialects import torch as torch_dialect
@@ -68,10 +68,12 @@ def lower(
     """A module without state of its own, called with the values of `arguments` in their order; it may
     write to them. `output_names` are of what it returns.
 
-    Raises `ToolchainRefusal` for what is not StableHLO in the end, or has f64 in it.
+    Raises `ToolchainRefusal` for what is not StableHLO in the end, has f64 in it, or holds a tensor that
+    is none of its arguments.
     """
     program = torch.export.export(step, tuple(arguments.values()))
     program = program.run_decompositions(_decompositions())
+    _refuse_contents(program.graph_signature)
     names = tuple(arguments)
     outputs, aliases = _results(program.graph_signature, names, output_names)
     module = _stablehlo(program)
@@ -131,6 +133,18 @@ class _Step(nn.Module):
         weights = dict(zip(self._weight_names, left, strict=True))
         results: tuple[Tensor, ...] = functional_call(self._model[0], weights, (*inputs, caches))
         return results
+
+
+def _refuse_contents(signature: ExportGraphSignature) -> None:
+    """A tensor that is no argument would be in the program with its values, and those are in no key: they
+    may be a checkpoint's."""
+    for spec in signature.input_specs:
+        if spec.kind is not InputKind.USER_INPUT:
+            raise ToolchainRefusal(
+                f"the graph would hold the values of the tensor {spec.target!r}, which are in no key",
+                hint="make it a parameter or buffer of the model, which are arguments, or compute it in the "
+                "graph from what config.json states",
+            )
 
 
 def _results(
