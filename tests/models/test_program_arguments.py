@@ -1,4 +1,4 @@
-"""What a step's program is given and what is in it: weights and tables are arguments, whatever captures it."""
+"""What is in a program of a step and what it is given: weights and tables are arguments."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_a_module_is_stablehlo_alone(captured, name):
 
 @pytest.mark.parametrize("name", GRID)
 def test_every_weight_and_table_is_an_argument(captured, name):
-    """What is in a checkpoint, and what is computed from config.json alone as `inv_freq` is, comes from outside:
+    """What is in a checkpoint, and the table that config.json alone gives (`inv_freq`), comes from outside:
     a module holds numbers, of which config.json says each, and no table of them."""
     graph = captured[name].graph
     assert set(Reference(quickstart(), GRID[name]).weights) <= set(graph.inputs)
@@ -118,7 +118,7 @@ def test_every_weight_and_table_is_an_argument(captured, name):
 def test_no_weight_can_be_read_while_a_step_is_captured(monkeypatch):
     """So none can become a number in it either."""
     monkeypatch.setattr(RMSNorm, "forward", lambda self, hidden: hidden * float(self.weight[0]))
-    with pytest.raises(RuntimeError, match="(?i)data.dependent|unbacked"):
+    with pytest.raises(RuntimeError, match=r"(?i)data.dependent|unbacked"):
         capture(unit(quickstart(), GRID["decode_b1_s1_ctx128"]))
 
 
