@@ -23,8 +23,8 @@ from neffbuild.config.build import BuildConfig
 from neffbuild.config.model import ModelConfig
 from neffbuild.config.serve import AdditionalConfig, NeuronConfig, ServeConfig, SpeculativeConfig
 from neffbuild.grid.bucketer import Bucketer, QueryLenSupport
-from neffbuild.grid.select import Row, Step
 from neffbuild.grid.shapes import DecodeShape
+from neffbuild.grid.step import Row, Rows, Step
 from neffbuild.runtime.dispatcher import DecodeBatch, Dispatcher
 from neffbuild.runtime.step_metrics import StepMetrics
 
@@ -58,8 +58,12 @@ def _measure(spec_tokens: int, rounds: int) -> None:
     ]
     select = _dispatcher(spec_tokens).select
     ways["Dispatcher.select"] = lambda: [select(Step(of_step)) for of_step in rows]
-    ways["Dispatcher.select, its rows made anew"] = lambda: [
+    ways["Dispatcher.select, columns made anew"] = lambda: [
         select(Step(_rows(of_rows, spec_tokens))) for of_rows in contexts
+    ]
+    ways["Dispatcher.select, a Row made for each row"] = lambda: [
+        select(Step([Row(context, num_drafts=spec_tokens) for context in of_rows]))
+        for of_rows in contexts
     ]
     for way, counting in (("a whole step", False), ("a whole step, counted", True)):
         run, batches = _step_around_nothing(spec_tokens, contexts, counting)
@@ -76,8 +80,8 @@ def _measure(spec_tokens: int, rounds: int) -> None:
         )
 
 
-def _rows(contexts: list[int], spec_tokens: int) -> list[Row]:
-    return [Row(context, num_drafts=spec_tokens) for context in contexts]
+def _rows(contexts: list[int], spec_tokens: int) -> Rows:
+    return Rows(contexts, num_drafts=[spec_tokens] * len(contexts))
 
 
 def _each(run: Callable[[DecodeBatch], object], batches: list[DecodeBatch]) -> Callable[[], object]:

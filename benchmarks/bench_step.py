@@ -24,8 +24,8 @@ from neffbuild.config.build import BuildConfig
 from neffbuild.config.load import load_config
 from neffbuild.grid.bucketer import Bucketer
 from neffbuild.grid.kv_blocks import kv_bytes_per_position, kv_traffic, num_kv_blocks
-from neffbuild.grid.select import Row
 from neffbuild.grid.shapes import Family
+from neffbuild.grid.step import Row
 from neffbuild.models.decode import (
     allocate_kv_caches,
     build_decoder,

@@ -13,8 +13,9 @@ from typing import Any
 
 from neffbuild.grid.bucketer import Bucketer
 from neffbuild.grid.kv_blocks import KVTraffic, kv_traffic
-from neffbuild.grid.select import Row, Step, StepShapes, select_shapes, step_state
+from neffbuild.grid.select import StepShapes, select_shapes, step_state
 from neffbuild.grid.shapes import DecodeShape, Shape
+from neffbuild.grid.step import Row, Step
 
 SCHEMA = "neffbuild.replay/1"
 

@@ -12,63 +12,14 @@ In the notation used below, n is the largest `num_computed_tokens` over the live
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
 from neffbuild.config.errors import AboveLadder
 from neffbuild.grid.bucketer import Bucketer, QueryLenSupport
 from neffbuild.grid.shapes import DecodeShape, Family
-
-
-class PostTransferPolicy(StrEnum):
-    """What an engine does on a row's first decode step after a KV transfer, when no auxiliary hidden
-    states exist to draft from: run the whole step without speculation, or give the row placeholder
-    drafts."""
-
-    WITHOUT_SPEC = "without_spec"
-    PADDED = "padded"
-
-
-class Row(NamedTuple):
-    """One scheduled request; every step makes them anew, and a named tuple is made in half the time.
-
-    `num_computed_tokens` are the positions already in the KV cache. `num_new_tokens` are the known
-    tokens (of the prompt, or sampled) not yet computed, all of them, whatever part of them the step
-    computes; drafts are not among them. `num_drafts` are the drafts it brings to be verified.
-    `wants_to_propose` is False for a row that needs no drafts for its next step.
-    """
-
-    num_computed_tokens: int
-    num_new_tokens: int = 1
-    num_drafts: int = 0
-    post_transfer: bool = False
-    wants_to_propose: bool = True
-
-
-class RowColumns(NamedTuple):
-    """The fields of all rows of a step, by the names they have in `Row`."""
-
-    num_computed_tokens: tuple[int, ...] = ()
-    num_new_tokens: tuple[int, ...] = ()
-    num_drafts: tuple[int, ...] = ()
-    post_transfer: tuple[bool, ...] = ()
-    wants_to_propose: tuple[bool, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One step of one rank. `force_without_spec` is the engine's own wish. `columns` are the rows again:
-    a batch is gone through in each step, and by column the interpreter does so several times faster."""
-
-    rows: Sequence[Row]
-    post_transfer_policy: PostTransferPolicy = PostTransferPolicy.WITHOUT_SPEC
-    force_without_spec: bool = False
-    columns: RowColumns = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "columns", RowColumns(*zip(*self.rows, strict=True)))
+from neffbuild.grid.step import PostTransferPolicy, Row, Step, by_column, is_decode_row
 
 
 class Override(IntEnum):
@@ -220,12 +171,13 @@ def next_larger(shape: DecodeShape, available: Iterable[DecodeShape]) -> DecodeS
 
 def step_state(bucketer: Bucketer, step: Step) -> StepState:
     """What one rank contributes to the choice of shapes."""
-    rows = step.rows
+    rows = by_column(step.rows)
     if not rows:
         return StepState(0, 0)
-    computed, new_tokens, drafts, received, wanting = step.columns
+    computed, drafts = rows.num_computed_tokens, rows.num_drafts
+    received, wanting = rows.post_transfer, rows.wants_to_propose
     lowest = min(computed)
-    holds_prefill = int(lowest == 0 or new_tokens.count(1) < len(rows))
+    holds_prefill = int(lowest == 0 or rows.num_new_tokens.count(1) < len(rows))
     if holds_prefill:
         decoding = list(filter(is_decode_row, rows))
         if not decoding:
@@ -258,16 +210,6 @@ _POST_TRANSFER = {
 }
 
 
-def is_decode_row(row: Row) -> bool:
-    """Whether a row decodes: exactly one known token to compute, over prior state.
-
-    The last token of a prompt whose others are computed (prefix cache, KV transfer) is decoded; a prompt
-    of one token is prefilled, and so is the recomputation after a preemption. How many tokens the step
-    schedules says nothing: the first of many may be scheduled alone.
-    """
-    return row.num_computed_tokens > 0 and row.num_new_tokens == 1
-
-
 def verified_drafts(bucketer: Bucketer, step: Step, shapes: StepShapes) -> list[int]:
     """How many drafts (placeholders included) each row of a decode step verifies in the chosen target
     program. It computes one token more; what a uniform program is wider than that holds placeholders."""
@@ -276,16 +218,13 @@ def verified_drafts(bucketer: Bucketer, step: Step, shapes: StepShapes) -> list[
         return [0] * len(step.rows)
     longest, spec_tokens = _longest_with_drafts(bucketer), bucketer.num_speculative_tokens
     padded = step.post_transfer_policy is PostTransferPolicy.PADDED
-    columns = step.columns
-    if max(columns.num_computed_tokens) <= longest and not (padded and any(columns.post_transfer)):
-        return list(columns.num_drafts)
+    rows = by_column(step.rows)
+    if max(rows.num_computed_tokens) <= longest and not (padded and any(rows.post_transfer)):
+        return list(rows.num_drafts)
+    by_row = zip(rows.num_computed_tokens, rows.num_drafts, rows.post_transfer, strict=True)
     return [
-        0
-        if row.num_computed_tokens > longest
-        else spec_tokens
-        if padded and row.post_transfer
-        else row.num_drafts
-        for row in step.rows
+        0 if computed > longest else spec_tokens if padded and received else drafts
+        for computed, drafts, received in by_row
     ]
 
 

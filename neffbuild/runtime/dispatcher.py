@@ -18,9 +18,6 @@ from neffbuild.config.errors import ConfigError, MissingUnit
 from neffbuild.grid.bucketer import Bucketer, QueryLenSupport
 from neffbuild.grid.select import (
     IDLE,
-    PostTransferPolicy,
-    Row,
-    Step,
     StepShapes,
     next_larger,
     select_shapes,
@@ -28,6 +25,7 @@ from neffbuild.grid.select import (
     verified_drafts,
 )
 from neffbuild.grid.shapes import DecodeShape, Family
+from neffbuild.grid.step import PostTransferPolicy, Row, Rows, Step, by_column
 from neffbuild.models.decode import DraftInputs, WindowedDraftInputs, named_inputs
 from neffbuild.runtime.loader import Loader
 from neffbuild.runtime.observer import StepObserver
@@ -41,7 +39,7 @@ _log = logging.getLogger(__name__)
 class DecodeBatch(NamedTuple):
     """The live rows of a decode step, in one order, and what the engine wishes for all of them.
 
-    - `rows`: what selection needs of each.
+    - `rows`: what selection needs of each; `Rows` where the engine has columns at hand.
     - `token_ids` `[len(rows)]` integer: the token each row computes, at position `num_computed_tokens`.
     - `block_table` `[len(rows), columns]` integer: the engine's own table at full width; the block of
       every position the step writes is in it.
@@ -176,7 +174,8 @@ class Dispatcher:
         Raises `AboveLadder` for a step no program holds, `MissingUnit` for one whose program is not
         stored, `ConfigError` for a batch with a prefill row (no decode program computes it).
         """
-        step = Step(batch.rows, batch.post_transfer_policy, batch.force_without_spec)
+        rows = by_column(batch.rows)
+        step = Step(rows, batch.post_transfer_policy, batch.force_without_spec)
         shapes = prepared or self.select(step)
         if shapes.target is None:
             raise ConfigError(
@@ -186,17 +185,18 @@ class Dispatcher:
             )
         verified = verified_drafts(self._bucketer, step, shapes)
         if prepared is not None:
-            self._check_prepared(shapes.target, step.columns.num_computed_tokens, verified)
+            self._check_prepared(shapes.target, rows, verified)
         program = self._program_for(shapes.target)
-        outputs = self._run_in(program, batch, step.columns.num_computed_tokens, verified)
-        self._observe(shapes.target, len(batch.rows))
+        outputs = self._run_in(program, batch, rows, verified)
+        self._observe(shapes.target, len(rows))
         return StepResult(shapes, verified, outputs)
 
-    def _check_prepared(
-        self, target: DecodeShape, computed: Sequence[int], verified: Sequence[int]
-    ) -> None:
-        drafts = [target.query_len - 1] * len(computed) if self._uniform else verified
-        needs = [there + 1 + more for there, more in zip(computed, drafts, strict=True)]
+    def _check_prepared(self, target: DecodeShape, rows: Rows, verified: Sequence[int]) -> None:
+        drafts = [target.query_len - 1] * len(rows) if self._uniform else verified
+        needs = [
+            computed + 1 + more
+            for computed, more in zip(rows.num_computed_tokens, drafts, strict=True)
+        ]
         if (need := max(needs, default=0)) > target.context_len:
             raise ConfigError(
                 f"the step was prepared for contexts of up to {target.context_len} positions, and a row of "
@@ -219,20 +219,16 @@ class Dispatcher:
     def run_in(self, program: Program, batch: DecodeBatch) -> dict[str, Tensor]:
         """Run one decode step in a given program that is large enough for it, every draft of every row
         included."""
-        columns = Step(batch.rows).columns
-        return self._run_in(program, batch, columns.num_computed_tokens, columns.num_drafts)
+        rows = by_column(batch.rows)
+        return self._run_in(program, batch, rows, rows.num_drafts)
 
     def _run_in(
-        self,
-        program: Program,
-        batch: DecodeBatch,
-        computed: Sequence[int],
-        verified: Sequence[int],
+        self, program: Program, batch: DecodeBatch, rows: Rows, verified: Sequence[int]
     ) -> dict[str, Tensor]:
-        rows, buffers = len(computed), program.buffers
+        count, buffers = len(rows), program.buffers
         token_ids, block_table = batch.token_ids.numpy(), batch.block_table.numpy()
-        ids = buffers.input_ids[:rows]
-        if not len(token_ids) == len(ids) == rows <= len(block_table):
+        ids = buffers.input_ids[:count]
+        if not len(token_ids) == len(ids) == count <= len(block_table):
             raise _unequal(batch, len(buffers.input_ids))
         ids[:, 0] = token_ids
         spec_tokens = ids.shape[1] - 1
@@ -246,16 +242,16 @@ class Dispatcher:
                 ids[:, 1 + given :] = 0
             # Every row of a uniform program is as wide as the program; what it is wider than its own
             # tokens holds placeholders, whose keys and values the next steps overwrite.
-            if not self._uniform and min(verified, default=spec_tokens) < spec_tokens:
+            if not self._uniform and verified.count(spec_tokens) < count:
                 query_lens = np.array(verified, dtype=np.int32) + np.int32(1)
         windows = batch.window_block_table
         buffers.place(
-            np.array(computed, dtype=np.int64),
+            np.array(rows.num_computed_tokens, dtype=np.int64),
             query_lens,
             block_table,
             None if windows is None else windows.numpy(),
         )
-        return _named_outputs(program, rows)
+        return _named_outputs(program, count)
 
     def propose(self, shape: DecodeShape, batch: DraftBatch) -> Tensor:
         """Run a draft's program: draft token ids `[len(rows), K]` int32, `PAD_TOKEN_ID` in rows that get

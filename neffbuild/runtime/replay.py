@@ -18,8 +18,8 @@ from neffbuild.grid.acceptance import fixed_budget
 from neffbuild.grid.bucketer import Bucketer
 from neffbuild.grid.kv_blocks import kv_bytes_per_position, kv_traffic, num_kv_blocks
 from neffbuild.grid.replay import ReplayTally, replay_stretches
-from neffbuild.grid.select import Row, Step
 from neffbuild.grid.shapes import DecodeShape, Family
+from neffbuild.grid.step import Row, Step
 from neffbuild.models.decode import (
     allocate_kv_caches,
     build_decoder,

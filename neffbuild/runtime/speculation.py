@@ -19,7 +19,8 @@ from torch import Tensor
 
 from neffbuild.grid.acceptance import Acceptance, Budget
 from neffbuild.grid.bucketer import Bucketer
-from neffbuild.grid.select import PostTransferPolicy, Row, StepShapes, proposes
+from neffbuild.grid.select import StepShapes, proposes
+from neffbuild.grid.step import PostTransferPolicy, Row
 from neffbuild.runtime.dispatcher import DecodeBatch, Dispatcher, DraftBatch, StepResult
 
 

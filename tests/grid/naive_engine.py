@@ -15,9 +15,6 @@ from typing import NamedTuple
 
 from neffbuild.grid.bucketer import Bucketer, QueryLenSupport
 from neffbuild.grid.select import (
-    PostTransferPolicy,
-    Row,
-    Step,
     StepShapes,
     StepState,
     proposes,
@@ -26,6 +23,7 @@ from neffbuild.grid.select import (
     verified_drafts,
 )
 from neffbuild.grid.shapes import DecodeShape, Family
+from neffbuild.grid.step import PostTransferPolicy, Row, Step
 
 
 class Request(NamedTuple):

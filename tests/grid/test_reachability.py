@@ -13,8 +13,8 @@ from naive_engine import Seen, explore
 from neffbuild.grid.bucketer import Bucketer, QueryLenSupport
 from neffbuild.grid.coverage import check_coverage
 from neffbuild.grid.expand import Need, WarmUp, expand
-from neffbuild.grid.select import PostTransferPolicy
 from neffbuild.grid.shapes import Family
+from neffbuild.grid.step import PostTransferPolicy
 
 
 @dataclass(frozen=True, eq=False)

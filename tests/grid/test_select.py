@@ -10,20 +10,16 @@ from grid_samples import UNIFORM, VARLEN, bucketer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neffbuild.config.errors import AboveLadder
+from neffbuild.config.errors import AboveLadder, ConfigError
 from neffbuild.grid.bucketer import Bucketer, QueryLenSupport
 from neffbuild.grid.expand import Need, WarmUp, expand
 from neffbuild.grid.select import (
     IDLE,
     DraftReason,
     Override,
-    PostTransferPolicy,
-    Row,
-    Step,
     StepShapes,
     StepState,
     TargetReason,
-    is_decode_row,
     next_larger,
     proposes,
     select_shapes,
@@ -31,6 +27,7 @@ from neffbuild.grid.select import (
     verified_drafts,
 )
 from neffbuild.grid.shapes import DecodeShape, Family
+from neffbuild.grid.step import PostTransferPolicy, Row, Rows, Step, is_decode_row
 
 PADDED, WITHOUT_SPEC = PostTransferPolicy.PADDED, PostTransferPolicy.WITHOUT_SPEC
 BOTH = pytest.mark.parametrize("support", QueryLenSupport)
@@ -433,3 +430,42 @@ def test_a_rank_without_rows_has_nothing_to_verify_in_its_peers_step():
     shapes = select(subject, Step([Row(20, num_drafts=3)]))
     assert shapes.target.family is Family.TARGET_WITH_SPEC
     assert verified_drafts(subject, Step([]), shapes) == []
+
+
+_ROWS = st.lists(
+    st.builds(
+        Row,
+        st.integers(0, 1023),
+        st.integers(1, 3),
+        st.integers(0, 5),
+        st.booleans(),
+        st.booleans(),
+    ),
+    max_size=6,
+)
+
+
+@given(_ROWS, st.sampled_from(PostTransferPolicy), st.sampled_from(QueryLenSupport))
+def test_rows_by_column_are_the_same_rows(
+    rows: list[Row], policy: PostTransferPolicy, support: QueryLenSupport
+) -> None:
+    subject = spec(support)
+    columns = Rows(*zip(*rows, strict=True)) if rows else Rows([])
+    assert list(columns) == rows
+    assert list(columns[1:]) == rows[1:]
+    one, other = Step(rows, policy), Step(columns, policy)
+    state = step_state(subject, one)
+    assert step_state(subject, other) == state
+    shapes = select_shapes(subject, state)
+    assert verified_drafts(subject, one, shapes) == verified_drafts(subject, other, shapes)
+
+
+def test_columns_left_out_have_the_defaults_of_a_row() -> None:
+    assert list(Rows([7, 300])) == [Row(7), Row(300)]
+    assert list(Rows([7, 300], num_drafts=[2, 0])) == [Row(7, num_drafts=2), Row(300)]
+    assert len(Rows([])) == 0
+
+
+def test_columns_of_different_lengths_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'num_computed_tokens': 2.*'num_drafts': 1"):
+        Rows([7, 300], num_drafts=[2])

@@ -19,8 +19,8 @@ from neffbuild.cache.directory import DirectoryStore
 from neffbuild.config.build import BuildConfig
 from neffbuild.config.load import load_config
 from neffbuild.grid.bucketer import Bucketer, QueryLenSupport
-from neffbuild.grid.select import Row
 from neffbuild.grid.shapes import DecodeShape, Family
+from neffbuild.grid.step import Row
 from neffbuild.models.decode import (
     StepInputs,
     allocate_kv_caches,

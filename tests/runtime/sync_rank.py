@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from neffbuild.config.errors import AboveLadder
 from neffbuild.grid.bucketer import Bucketer
-from neffbuild.grid.select import IDLE, Row, Step, StepShapes, select_shapes, step_state
+from neffbuild.grid.select import IDLE, StepShapes, select_shapes, step_state
+from neffbuild.grid.step import Row, Step
 from neffbuild.runtime.step_sync import StepSync
 
 SPEC_TOKENS = 3

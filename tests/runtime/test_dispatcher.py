@@ -17,7 +17,8 @@ from neffbuild.config.errors import (
     MissingUnit,
     ToolchainRefusal,
 )
-from neffbuild.grid.select import IDLE, Row, Step, StepState
+from neffbuild.grid.select import IDLE, StepState
+from neffbuild.grid.step import Row, Step
 from neffbuild.models.decode import named_kv_caches
 from neffbuild.runtime.dispatcher import Dispatcher
 from neffbuild.runtime.loader import Loader, config_manifest

@@ -14,8 +14,8 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from neffbuild.config.errors import ConfigError, MissingUnit
-from neffbuild.grid.select import Step
 from neffbuild.grid.shapes import DecodeShape, Family, PrefillShape
+from neffbuild.grid.step import Step
 from neffbuild.runtime.dispatcher import Dispatcher
 from neffbuild.runtime.loader import Loader, config_manifest
 from neffbuild.runtime.step_metrics import StepMetrics, execution_label

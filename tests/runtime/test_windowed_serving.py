@@ -15,8 +15,8 @@ from transformers import MinistralConfig, MinistralForCausalLM
 
 from neffbuild.config.build import BuildConfig
 from neffbuild.grid.kv_blocks import kv_bytes_per_position
-from neffbuild.grid.select import Row, Step
 from neffbuild.grid.shapes import DecodeShape, Family
+from neffbuild.grid.step import Row, Step
 from neffbuild.models.decode import (
     WindowedInputs,
     allocate_kv_caches,

@@ -14,7 +14,7 @@ from torch import Tensor
 from neffbuild.config.build import BuildConfig
 from neffbuild.grid.acceptance import Budget, fixed_budget
 from neffbuild.grid.bucketer import Bucketer, QueryLenSupport
-from neffbuild.grid.select import PostTransferPolicy
+from neffbuild.grid.step import PostTransferPolicy
 from neffbuild.models.decode import allocate_kv_caches, named_kv_caches
 from neffbuild.models.llama import KVCache, LlamaDecoder
 from neffbuild.runtime.dispatcher import Dispatcher

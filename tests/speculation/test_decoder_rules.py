@@ -11,8 +11,9 @@ from spec_models import MAX_MODEL_LEN, build_config, cyclic_pair, random_pair
 from neffbuild.config.errors import AboveLadder, ConfigError
 from neffbuild.grid.acceptance import fixed_budget
 from neffbuild.grid.bucketer import QueryLenSupport
-from neffbuild.grid.select import DraftReason, PostTransferPolicy, Row, Step, TargetReason
+from neffbuild.grid.select import DraftReason, TargetReason
 from neffbuild.grid.shapes import Family
+from neffbuild.grid.step import PostTransferPolicy, Row, Step
 from neffbuild.models.decode import named_kv_caches
 from neffbuild.runtime.dispatcher import DecodeBatch, Dispatcher
 from neffbuild.runtime.speculation import GreedyDecoder

@@ -14,8 +14,8 @@ from spec_models import BLOCK_SIZE, CONTEXTS, MAX_MODEL_LEN, build_config, cycli
 from test_lossless import BUDGETS, POLICIES, SUPPORTS, budgets, joins
 
 from neffbuild.grid.bucketer import QueryLenSupport
-from neffbuild.grid.select import PostTransferPolicy
 from neffbuild.grid.shapes import Family
+from neffbuild.grid.step import PostTransferPolicy
 from neffbuild.models.llama import KVCache
 
 UNIFORM, VARLEN = QueryLenSupport.UNIFORM, QueryLenSupport.VARLEN

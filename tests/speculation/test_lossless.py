@@ -16,7 +16,7 @@ from spec_models import CONTEXTS, MAX_MODEL_LEN, build_config, cyclic_pair, rand
 
 from neffbuild.grid.acceptance import Budget, adaptive_budget, fixed_budget
 from neffbuild.grid.bucketer import QueryLenSupport
-from neffbuild.grid.select import PostTransferPolicy
+from neffbuild.grid.step import PostTransferPolicy
 
 SUPPORTS, POLICIES = st.sampled_from(QueryLenSupport), st.sampled_from(PostTransferPolicy)
 BUDGETS = st.sampled_from(["fixed", "adaptive", "any"])
