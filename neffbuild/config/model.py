@@ -26,6 +26,7 @@ SLIDING_ATTENTION = "sliding_attention"
 """A layer with a sliding window, as `layer_types` names it."""
 
 _SIZE = f"a positive integer up to {MAX_INTEGER}"
+_MOST_LAYERS = 100_000
 
 # What `transformers` does for them when `use_sliding_window` is left out.
 _WINDOWED_ON_REQUEST = ("qwen2", "qwen3", "smollm3")
@@ -85,7 +86,10 @@ class ModelConfig:
 
     @property
     def num_hidden_layers(self) -> int:
-        return self._required("num_hidden_layers")
+        layers = self._required("num_hidden_layers")
+        if layers > _MOST_LAYERS:  # lists are made of them
+            raise self._malformed("num_hidden_layers", f"an integer from 1 to {_MOST_LAYERS}")
+        return layers
 
     @property
     def hidden_size(self) -> int:
@@ -142,7 +146,7 @@ class ModelConfig:
         `max_window_layers` those from that number on. Raises `ConfigError` for windows without a size
         and for a list that is not one of the layers.
         """
-        window, layers = self.sliding_window, self._required("num_hidden_layers")
+        window, layers = self.sliding_window, self.num_hidden_layers
         types = self.text.get("layer_types")
         if types is None:
             first = self.text.get("max_window_layers") or 0

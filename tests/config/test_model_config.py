@@ -265,3 +265,10 @@ def test_infinity_in_a_config_json_is_kept(workspace: Workspace) -> None:
     text = json.dumps(MODEL)[:-1] + ', "time_step_limit": [0.0, Infinity]}'
     (workspace.root / "model" / "config.json").write_text(text)
     assert workspace.load().model.architecture["time_step_limit"] == [0.0, "Infinity"]
+
+
+@pytest.mark.parametrize("layers", [100_001, 10**12, 2**63])
+def test_more_layers_than_lists_can_be_made_of_are_refused(layers: int) -> None:
+    model = ModelConfig("m", {"num_hidden_layers": layers, "sliding_window": 512})
+    with pytest.raises(ConfigError, match=f"num_hidden_layers is {layers}; allowed: "):
+        _ = model.layer_windows
