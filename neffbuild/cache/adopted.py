@@ -47,11 +47,27 @@ def adopted_in(manifest: Manifest) -> list[str]:
 
 def adopted_before(store: Store, config: str, platform: Mapping[str, Any]) -> list[str]:
     """Keys of what was adopted for a config. For another platform it is of no use."""
+    manifest = _remembered(store, config)
+    return adopted_in(manifest) if manifest and manifest.platform == platform else []
+
+
+def adopted_names(store: Store, config: str) -> dict[str, str]:
+    """Key → name of what goes with the manifest that serving processes and `pull` take for a config: what
+    was adopted, by its layout and the engine's own key. Nothing where that manifest cannot be read."""
+    manifest = _remembered(store, config)
+    if manifest is None:
+        return {}
+    return {key: adopted_name(manifest.entries[key].recipe) for key in adopted_in(manifest)}
+
+
+def adopted_name(recipe: Mapping[str, Any]) -> str:
+    """For people: the layout that it was found in, and the engine's own key."""
+    return f"{recipe.get('layout')} {recipe.get('key')}"
+
+
+def _remembered(store: Store, config: str) -> Manifest | None:
     try:
         digest = read_pointer(store, config)
-        manifest = read_manifest(store, digest) if digest else None
+        return read_manifest(store, digest) if digest else None
     except IntegrityError:
-        return []
-    if manifest is None or manifest.platform != platform:
-        return []
-    return adopted_in(manifest)
+        return None

@@ -52,7 +52,8 @@ def command(
     """Check every artifact's digest.
 
     With a CONFIG: that every state its decode steps can reach has a stored, undamaged unit in the local
-    cache; damaged ones are set aside for the next compile to build anew. With a URL: the store's tags,
+    cache, and that what was adopted for it is undamaged; what is damaged is set aside, units for the next
+    compile to build anew. With a URL: the store's tags,
     indexes, manifests, entries and every file they name; with --config or --key, signatures too.
     """
     of_url = {
@@ -74,23 +75,23 @@ def command(
         settings = trust.cache_settings(config_file, cache, keys, require_signature, min_sequence)
         ref = trust.tag_ref(tag, config_file, settings) if tag else None
         store, verified = _verify_store(words, settings, ref)
-        document = _document(verified, None, {})
-        remedy = "push again from where the artifacts were built"
+        document = _document(verified, None, {}, None)
+        remedies = ["push again from where the artifacts were built"]
         if repair:
             _take_out_of_service(store, verified)
         elif verified.broken:
-            remedy = f"neffbuild verify {quote(words[0])} --repair, then {remedy}"
+            remedies = [f"neffbuild verify {quote(words[0])} --repair, then {remedies[0]}"]
     elif misplaced := [name for name, value in of_url.items() if value not in (None, (), False)]:
         raise ConfigError(f"{misplaced[0]} goes with a URL, not with a config", field=misplaced[0])
     else:
         document = _verify_config(words, cache)
-        remedy = f"neffbuild compile {options.config_words(words, cache)}"
+        remedies = _remedies(document, options.config_words(words, cache))
     if as_json:
         output.print_json(document)
     else:
         output.write(_text(document))
         if not document["ok"]:
-            output.write(f"next: {remedy}")
+            output.write("\n".join(f"next: {remedy}" for remedy in remedies))
     if any(problem["kind"] != "missing_unit" for problem in document["problems"]):
         return IntegrityError.exit_status
     return 0 if document["ok"] else 1
@@ -128,7 +129,21 @@ def _verify_store(
     return store, check_contents(store, verified, file_checks())
 
 
+def _remedies(document: Mapping[str, Any], config: str) -> list[str]:
+    """What is to be done about units, and about what was adopted."""
+    adopted = [one for one in document["problems"] if one["adopted"] is not None]
+    remedies = []
+    if len(adopted) < len(document["problems"]) or document["uncovered_states"]:
+        remedies.append(f"neffbuild compile {config}")
+    if adopted:
+        remedies.append(
+            "what was adopted: neffbuild import DIR --layout L --config CONFIG once more, or pull it again"
+        )
+    return remedies
+
+
 def _verify_config(words: tuple[str, ...], cache: Path | None) -> dict[str, Any]:
+    from neffbuild.cache.adopted import adopted_names
     from neffbuild.cache.contents import check_contents
     from neffbuild.cache.recipe import config_digest
     from neffbuild.cache.verify import verify_config
@@ -140,8 +155,10 @@ def _verify_config(words: tuple[str, ...], cache: Path | None) -> dict[str, Any]
     config = options.only_config(words, cache)
     store = options.local_store(config)
     bucketer, units = units_to_serve(config, load_toolchain(config.toolchain.name), store)
+    digest = config_digest(config)
+    adopted = {key: name for key, name in adopted_names(store, digest).items() if key not in units}
     verified = check_contents(
-        store, verify_config(store, config_digest(config), units), file_checks()
+        store, verify_config(store, digest, [*units, *adopted]), file_checks()
     )
     _take_out_of_service(store, verified)
     shapes = {key: unit.shape for key, unit in units.items()}
@@ -149,7 +166,7 @@ def _verify_config(words: tuple[str, ...], cache: Path | None) -> dict[str, Any]
         shapes, shapes.keys() - {problem.key for problem in verified.problems}
     )
     names = {key: unit.bucket_name for key, unit in units.items()}
-    return _document(verified, plan_coverage(bucketer, shapes.values(), good), names)
+    return _document(verified, plan_coverage(bucketer, shapes.values(), good), names, adopted)
 
 
 def _take_out_of_service(store: Store, verified: Verified) -> None:
@@ -166,34 +183,45 @@ def _take_out_of_service(store: Store, verified: Verified) -> None:
 
 
 def _document(
-    verified: Verified, covered: Coverage | None, names: Mapping[str, str]
+    verified: Verified,
+    covered: Coverage | None,
+    names: Mapping[str, str],
+    adopted: Mapping[str, str] | None,
 ) -> dict[str, Any]:
-    """The `neffbuild.verify/1` document; `names` are the bucket names of the config's keys."""
+    """The `neffbuild.verify/1` document; `names` are the bucket names of the config's keys, `adopted` those
+    of what was adopted for it: None for a store, whose entries are all alike."""
     return {
         "schema": "neffbuild.verify/1",
         "ok": verified.ok and not (covered and covered.uncovered),
         "entries_checked": verified.entries_checked,
+        "adopted_checked": None if adopted is None else len(adopted.keys() & verified.files.keys()),
         "blobs_checked": verified.blobs_checked,
         "states_checked": covered.states_checked if covered else 0,
         "uncovered_states": [one.document() for one in covered.uncovered] if covered else [],
         "prefill_gaps": [one.document() for one in covered.prefill_gaps] if covered else [],
         "problems": [
-            {**problem.document(), "unit": names.get(problem.key)} for problem in verified.problems
+            {
+                **problem.document(),
+                "unit": names.get(problem.key),
+                "adopted": (adopted or {}).get(problem.key),
+            }
+            for problem in verified.problems
         ],
     }
 
 
 def _text(document: dict[str, Any]) -> str:
     lines = [
-        f"{one['kind']} {one['unit'] or one['key']}: {one['detail']}"
+        f"{one['kind']} {one['unit'] or one['adopted'] or one['key']}: {one['detail']}"
         for one in document["problems"]
     ]
     lines += [f"uncovered: {_state(one)}" for one in document["uncovered_states"]]
     if len(lines) > _SHOWN:
         lines[_SHOWN:] = [f"… and {len(lines) - _SHOWN} more (--json lists them)"]
     lines += [f"note: prefill is not covered: {one['reason']}" for one in document["prefill_gaps"]]
+    adopted = f" ({count} adopted)" if (count := document["adopted_checked"]) else ""
     checked = (
-        f"{document['entries_checked']} entries, {document['blobs_checked']} blobs, "
+        f"{document['entries_checked']} entries{adopted}, {document['blobs_checked']} blobs, "
         f"{document['states_checked']} states checked"
     )
     lines.append(f"{'ok' if document['ok'] else 'NOT ok'}: {checked}")
