@@ -1,11 +1,13 @@
-"""The difference of two releases, unit by unit. Pure: what they are was read before."""
+"""The difference of two releases, unit by unit, and of what was adopted beside the units. Pure: what they are
+was read before."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from neffbuild.cache.adopted import adopted_in, adopted_name
 from neffbuild.cache.canonical import canonical_json, digest_document
 from neffbuild.cache.entry import Entry
 from neffbuild.cache.manifest import Manifest, ManifestUnit
@@ -39,15 +41,30 @@ class UnitDifference:
 
 
 @dataclass(frozen=True, slots=True)
+class AdoptedDifference:
+    """An adopted entry that is in one release only, or another of the same `name` (its layout and the
+    engine's key). `ingredients` as of a unit."""
+
+    name: str
+    change: Change
+    before: UnitVersion | None
+    after: UnitVersion | None
+    ingredients: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PlatformDifference:
     """What differs for one platform; `before` and `after` are manifest digests, None where a release
-    has nothing for it. `unchanged` counts the units that are the same."""
+    has nothing for it. `unchanged` counts the units that are the same, `adopted_unchanged` the adopted
+    entries."""
 
     platform: Mapping[str, Any]
     before: str | None
     after: str | None
     units: tuple[UnitDifference, ...]
     unchanged: int
+    adopted: tuple[AdoptedDifference, ...] = ()
+    adopted_unchanged: int = 0
 
 
 def compare(before: Release, after: Release) -> tuple[PlatformDifference, ...]:
@@ -62,20 +79,59 @@ def compare(before: Release, after: Release) -> tuple[PlatformDifference, ...]:
 
 def _compare(platform: Mapping[str, Any], before: Release, after: Release) -> PlatformDifference:
     old_digest, new_digest = (one.index.manifest_for(platform) for one in (before, after))
-    old = _units(before.manifests[old_digest]) if old_digest else {}
-    new = _units(after.manifests[new_digest]) if new_digest else {}
+    old_manifest = before.manifests[old_digest] if old_digest else None
+    new_manifest = after.manifests[new_digest] if new_digest else None
+    old = _units(old_manifest) if old_manifest else {}
+    new = _units(new_manifest) if new_manifest else {}
     differences = []
     for unit in [*old, *(unit for unit in new if unit not in old)]:
         one = _difference(old.get(unit), new.get(unit))
         if one is not None:
             differences.append(one)
+    adopted_old = _adopted(old_manifest) if old_manifest else {}
+    adopted_new = _adopted(new_manifest) if new_manifest else {}
     return PlatformDifference(
         platform,
         old_digest,
         new_digest,
         tuple(differences),
         unchanged=len(old.keys() | new.keys()) - len(differences),
+        adopted=tuple(_adopted_differences(adopted_old, adopted_new)),
+        adopted_unchanged=len(adopted_old.keys() & adopted_new.keys()),
     )
+
+
+def _adopted(manifest: Manifest) -> dict[UnitVersion, Entry]:
+    entries = (manifest.entries[key] for key in adopted_in(manifest))
+    return {UnitVersion(entry.key, _artifact(entry)): entry for entry in entries}
+
+
+def _adopted_differences(
+    old: Mapping[UnitVersion, Entry], new: Mapping[UnitVersion, Entry]
+) -> Iterator[AdoptedDifference]:
+    """By name. One name may have several entries, where an engine's key does not cover its compiler: which of
+    them became which is then not said."""
+    gone, come = _by_name(old, new), _by_name(new, old)
+    for name in sorted(gone.keys() | come.keys()):
+        before, after = gone.get(name, []), come.get(name, [])
+        if len(before) == len(after) == 1:
+            [was], [now] = before, after
+            ingredients = _ingredients(old[was], new[now])
+            yield AdoptedDifference(name, "changed", was, now, ingredients)
+        else:
+            yield from (AdoptedDifference(name, "removed", one, None) for one in before)
+            yield from (AdoptedDifference(name, "added", None, one) for one in after)
+
+
+def _by_name(
+    entries: Mapping[UnitVersion, Entry], others: Container[UnitVersion]
+) -> dict[str, list[UnitVersion]]:
+    """Name → those that are not among the others."""
+    found: dict[str, list[UnitVersion]] = {}
+    for version, entry in entries.items():
+        if version not in others:
+            found.setdefault(adopted_name(entry.recipe), []).append(version)
+    return found
 
 
 def _units(manifest: Manifest) -> dict[tuple[Shape, str], _Stored]:
@@ -108,5 +164,8 @@ def _version(stored: _Stored | None) -> UnitVersion | None:
     if stored is None:
         return None
     unit, entry = stored
-    files = {name: record.document() for name, record in entry.files.items()} if entry else None
-    return UnitVersion(unit.key, digest_document(files) if files else None)
+    return UnitVersion(unit.key, _artifact(entry) if entry else None)
+
+
+def _artifact(entry: Entry) -> str:
+    return digest_document({name: record.document() for name, record in entry.files.items()})

@@ -14,7 +14,13 @@ from neffbuild.cli import options, output, trust
 from neffbuild.config.errors import ConfigError
 
 if TYPE_CHECKING:
-    from neffbuild.cache.compare import Change, PlatformDifference, UnitDifference, UnitVersion
+    from neffbuild.cache.compare import (
+        AdoptedDifference,
+        Change,
+        PlatformDifference,
+        UnitDifference,
+        UnitVersion,
+    )
     from neffbuild.config.build import CacheConfig
 
 _MARKS: dict[Change, str] = {"added": "+", "removed": "-", "changed": "~"}
@@ -24,7 +30,7 @@ _MARKS: dict[Change, str] = {"added": "+", "removed": "-", "changed": "~"}
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="URL | CONFIG")
 @click.option("--from", "from_", metavar="NAME:TAG|D", help="Of a URL, a tag or a digest.")
 @click.option("--to", metavar="NAME:TAG|D", help="Of a URL, a tag or a digest.")
-@click.option("--check", is_flag=True, help="Of a URL: exit with status 1 when units differ.")
+@click.option("--check", is_flag=True, help="Of a URL: exit with status 1 when it differs.")
 @click.option(
     "--engine-log",
     type=click.Path(path_type=Path, allow_dash=True),
@@ -59,8 +65,9 @@ def command(
     neffbuild diff URL --from prod:1 --to prod:2
     neffbuild diff config.yaml --engine-log serve.log
 
-    Of a URL, per platform: which units were added, removed or changed. A unit has changed when its key or
-    its artifact has. Exits 0 whatever differs, unless --check.
+    Of a URL, per platform: which units were added, removed or changed, and which entries that were adopted
+    from an engine's own cache. One has changed when its key or its artifact has. Exits 0 whatever differs,
+    unless --check.
 
     Of a CONFIG: which programs the engine compiles that are not planned, which planned ones it does not,
     and which have another width. Exits 1 when something differs, or an entry of the engine's cache cannot
@@ -148,7 +155,9 @@ def _release_difference(
     platforms = compare(before, after)
     counts = Counter(one.change for platform in platforms for one in platform.units)
     unchanged = sum(platform.unchanged for platform in platforms)
-    different = counts.total() > 0
+    adopted = Counter(one.change for platform in platforms for one in platform.adopted)
+    adopted_unchanged = sum(platform.adopted_unchanged for platform in platforms)
+    different = counts.total() + adopted.total() > 0
     if as_json:
         output.print_json(
             {
@@ -160,15 +169,27 @@ def _release_difference(
                 "counts": {
                     **{change: counts[change] for change in _MARKS},
                     "unchanged": unchanged,
+                    "adopted": {
+                        **{change: adopted[change] for change in _MARKS},
+                        "unchanged": adopted_unchanged,
+                    },
                 },
                 "platforms": [_document(platform) for platform in platforms],
             }
         )
     else:
         lines = [line for platform in platforms for line in _lines(platform)]
-        total = ", ".join(f"{counts[change]} {change}" for change in _MARKS)
-        output.write("\n".join([*lines, f"{from_} → {to}: {total}, {unchanged} unchanged"]))
+        total = _total(counts, unchanged)
+        if adopted.total() + adopted_unchanged:
+            total += f"; adopted: {_total(adopted, adopted_unchanged)}"
+        output.write("\n".join([*lines, f"{from_} → {to}: {total}"]))
     return 1 if check and different else 0
+
+
+def _total(counts: Counter[Change], unchanged: int) -> str:
+    return ", ".join(
+        [*(f"{counts[change]} {change}" for change in _MARKS), f"{unchanged} unchanged"]
+    )
 
 
 def _document(platform: PlatformDifference) -> dict[str, Any]:
@@ -189,6 +210,17 @@ def _document(platform: PlatformDifference) -> dict[str, Any]:
             }
             for one in platform.units
         ],
+        "adopted_unchanged": platform.adopted_unchanged,
+        "adopted": [
+            {
+                "name": one.name,
+                "change": one.change,
+                "from": _version(one.before),
+                "to": _version(one.after),
+                "ingredients": list(one.ingredients),
+            }
+            for one in platform.adopted
+        ],
     }
 
 
@@ -203,9 +235,11 @@ def _lines(platform: PlatformDifference) -> Iterator[str]:
     yield platform_text(platform.platform) + where
     for one in platform.units:
         yield f"  {_MARKS[one.change]} {one.unit.bucket_name}  {_why(one)}".rstrip()
+    for entry in platform.adopted:
+        yield f"  {_MARKS[entry.change]} {entry.name} (adopted)  {_why(entry)}".rstrip()
 
 
-def _why(one: UnitDifference) -> str:
+def _why(one: UnitDifference | AdoptedDifference) -> str:
     if one.before is None or one.after is None:
         return ""
     if one.before.artifact is None:
