@@ -17,7 +17,8 @@ from neffbuild.cache.envelope import Envelope, Signature
 from neffbuild.cache.manifest import Manifest
 from neffbuild.cache.problem import Problem, ProblemKind
 from neffbuild.cache.store import Document, Store
-from neffbuild.cache.tag import Signer, Trust
+from neffbuild.cache.tag import Trust
+from neffbuild.cache.tag_moving import Signer
 from neffbuild.config.errors import IntegrityError, StoreError
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"

@@ -16,7 +16,8 @@ from neffbuild.cache.lease import leased
 from neffbuild.cache.records import seen_sequence
 from neffbuild.cache.release import Release, read_release, remember_sequence
 from neffbuild.cache.store import Store
-from neffbuild.cache.tag import Signer, TagRef, TagStatement, Trust, replace_tag
+from neffbuild.cache.tag import TagRef, TagStatement, Trust
+from neffbuild.cache.tag_moving import Signer, replace_tag
 from neffbuild.config.errors import IntegrityError, UnitsIncomplete
 
 

@@ -29,14 +29,8 @@ from neffbuild.cache.manifest import Manifest
 from neffbuild.cache.records import note_sequence, record_pull, seen_sequence, write_pointer
 from neffbuild.cache.release import index_of, remember_sequence, resolve_remembering
 from neffbuild.cache.store import Store
-from neffbuild.cache.tag import (
-    Signer,
-    TagRef,
-    TagStatement,
-    Trust,
-    check_movable,
-    point_tag,
-)
+from neffbuild.cache.tag import TagRef, TagStatement, Trust
+from neffbuild.cache.tag_moving import Signer, check_movable, point_tag
 from neffbuild.config.errors import StoreError, UnitsIncomplete
 
 

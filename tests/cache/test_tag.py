@@ -18,17 +18,8 @@ from neffbuild.cache.envelope import Envelope, Signature
 from neffbuild.cache.gc import collect
 from neffbuild.cache.gc_rules import Policy
 from neffbuild.cache.problem import ProblemKind
-from neffbuild.cache.tag import (
-    PAYLOAD_TYPE,
-    TagRef,
-    TagStatement,
-    Trust,
-    check_movable,
-    point_tag,
-    replace_tag,
-    resolve_tag,
-    tag_problem,
-)
+from neffbuild.cache.tag import PAYLOAD_TYPE, TagRef, TagStatement, Trust, resolve_tag, tag_problem
+from neffbuild.cache.tag_moving import check_movable, point_tag, replace_tag
 from neffbuild.config.errors import ConfigError, IntegrityError, StoreError
 
 PROD = TagRef("llama", "prod")
