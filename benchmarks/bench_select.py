@@ -25,7 +25,8 @@ from neffbuild.config.serve import AdditionalConfig, NeuronConfig, ServeConfig, 
 from neffbuild.grid.bucketer import Bucketer, QueryLenSupport
 from neffbuild.grid.shapes import DecodeShape
 from neffbuild.grid.step import Row, Rows, Step
-from neffbuild.runtime.dispatcher import DecodeBatch, Dispatcher
+from neffbuild.runtime.batch import DecodeBatch
+from neffbuild.runtime.dispatcher import Dispatcher
 from neffbuild.runtime.step_metrics import StepMetrics
 
 BATCH = 64

@@ -34,7 +34,8 @@ from neffbuild.models.decode import (
     named_kv_caches,
     named_tensors,
 )
-from neffbuild.runtime.dispatcher import DecodeBatch, Dispatcher
+from neffbuild.runtime.batch import DecodeBatch
+from neffbuild.runtime.dispatcher import Dispatcher
 from neffbuild.runtime.loader import Loader
 from neffbuild.toolchain.inductor.capture import one_shape_callable
 from neffbuild.toolchain.registry import load_toolchain

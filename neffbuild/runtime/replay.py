@@ -30,7 +30,8 @@ from neffbuild.models.decode import (
 )
 from neffbuild.models.eagle3 import Proposer
 from neffbuild.models.llama import Decoder
-from neffbuild.runtime.dispatcher import DecodeBatch, Dispatcher
+from neffbuild.runtime.batch import DecodeBatch
+from neffbuild.runtime.dispatcher import Dispatcher
 from neffbuild.runtime.loader import Loader
 from neffbuild.runtime.speculation import GreedyDecoder, Request
 from neffbuild.toolchain.registry import load_toolchain

@@ -21,7 +21,8 @@ from neffbuild.grid.acceptance import Acceptance, Budget
 from neffbuild.grid.bucketer import Bucketer
 from neffbuild.grid.select import StepShapes, proposes
 from neffbuild.grid.step import PostTransferPolicy, Row
-from neffbuild.runtime.dispatcher import DecodeBatch, Dispatcher, DraftBatch, StepResult
+from neffbuild.runtime.batch import DecodeBatch, DraftBatch, StepResult
+from neffbuild.runtime.dispatcher import Dispatcher
 
 
 @dataclass(slots=True)

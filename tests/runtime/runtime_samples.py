@@ -28,7 +28,8 @@ from neffbuild.models.decode import (
     named_kv_caches,
     named_tensors,
 )
-from neffbuild.runtime.dispatcher import DecodeBatch, Dispatcher
+from neffbuild.runtime.batch import DecodeBatch
+from neffbuild.runtime.dispatcher import Dispatcher
 from neffbuild.runtime.loader import Loader
 
 MAX_MODEL_LEN = 512

@@ -26,8 +26,9 @@ from neffbuild.models.decode import (
     named_kv_caches,
     named_tensors,
 )
+from neffbuild.runtime.batch import DecodeBatch
 from neffbuild.runtime.block_table import NULL_BLOCK
-from neffbuild.runtime.dispatcher import DecodeBatch, Dispatcher
+from neffbuild.runtime.dispatcher import Dispatcher
 from neffbuild.runtime.replay import execute_replay
 from neffbuild.runtime.step_buffers import target_buffers
 from neffbuild.toolchain.inductor.capture import one_shape_callable

@@ -15,7 +15,8 @@ from neffbuild.grid.select import DraftReason, TargetReason
 from neffbuild.grid.shapes import Family
 from neffbuild.grid.step import PostTransferPolicy, Row, Step
 from neffbuild.models.decode import named_kv_caches
-from neffbuild.runtime.dispatcher import DecodeBatch, Dispatcher
+from neffbuild.runtime.batch import DecodeBatch
+from neffbuild.runtime.dispatcher import Dispatcher
 from neffbuild.runtime.speculation import GreedyDecoder
 
 UNIFORM, VARLEN = QueryLenSupport.UNIFORM, QueryLenSupport.VARLEN
