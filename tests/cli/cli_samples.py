@@ -154,15 +154,15 @@ class Project:
         assert not any(line.startswith(b"Traceback") for line in err.splitlines()), err.decode()
         return Ran(process.returncode, out.decode(), err.decode())
 
-    def call(self, *words: str) -> Ran:
-        """The same in this process, for what depends on words and files alone: much faster."""
+    def call(self, *words: str, env: Mapping[str, str] | None = None) -> Ran:
+        """The same in this process, for what depends on words, environment and files alone: much faster."""
         streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2)]
         logger = logging.getLogger("neffbuild")
         before = logger.handlers[:], logger.level, logger.propagate
         try:
             with (
                 contextlib.chdir(self.root),
-                patch.dict(os.environ, self.environment, clear=True),
+                patch.dict(os.environ, {**self.environment, **(env or {})}, clear=True),
                 patch.object(sys, "argv", ["neffbuild", *words]),
                 contextlib.redirect_stdout(streams[0]),
                 contextlib.redirect_stderr(streams[1]),

@@ -17,7 +17,7 @@ def builder(compiled: Project, project: Project) -> Project:
     """A project with a full cache, pushed to `remote` as llama:t."""
     project.write(sections={"cache": {"name": "llama"}})
     shutil.copytree(compiled.cache, project.cache)
-    assert project.run("push", "config.yaml", "--to", "remote", "--tag", "t").status == 0
+    assert project.call("push", "config.yaml", "--to", "remote", "--tag", "t").status == 0
     return project
 
 
@@ -27,13 +27,13 @@ def mixed(builder: Project) -> Project:
     config = {"name": "hostile", "target": "other"}
     builder.write("other.yaml", toolchain=config, sections={"cache": {"name": "llama"}})
     assert builder.run("compile", "other.yaml").status == 0
-    assert builder.run("push", "other.yaml", "--to", "remote", "--tag", "t").status == 0
+    assert builder.call("push", "other.yaml", "--to", "remote", "--tag", "t").status == 0
     return builder
 
 
 def test_the_host_says_which_platform_suits_it(mixed: Project) -> None:
     for target in ("any", "other"):
-        ran = mixed.run(
+        ran = mixed.call(
             "pull", "remote", "--tag", "llama:t", "--cache", target, "--json",
             env={"HOSTILE_RUNS": target},
         )  # fmt: skip
@@ -51,33 +51,33 @@ def test_a_config_and_an_option_say_it_too(mixed: Project) -> None:
         ]
     ):
         # What is named is pulled whether it runs here or not: this may be a mirror.
-        ran = mixed.run(
+        ran = mixed.call(
             "pull", "remote", "--tag", "llama:t", *words, "--cache", f"c{number}", "--json",
             env={"HOSTILE_RUNS": target if "--config" in words else "neither"},
         )  # fmt: skip
         assert ran.status == 0, ran
         assert ran.document["platform"]["target"] == target
-    assert mixed.run("plan", "config.yaml", "--check", "--cache", "c0").status == 0
-    assert mixed.run("plan", "other.yaml", "--check", "--cache", "c1").status == 0
+    assert mixed.call("plan", "config.yaml", "--check", "--cache", "c0").status == 0
+    assert mixed.call("plan", "other.yaml", "--check", "--cache", "c1").status == 0
 
 
 def test_where_none_or_several_suit_the_message_lists_what_is_there(mixed: Project) -> None:
     pull = ("pull", "remote", "--tag", "llama:t", "--cache", "c", "--json")
-    several = mixed.run(*pull)
+    several = mixed.call(*pull)
     assert several.status == 3
     assert "several platforms that suit this host" in several.error["message"]
-    none = mixed.run(*pull, env={"HOSTILE_RUNS": "neither"})
+    none = mixed.call(*pull, env={"HOSTILE_RUNS": "neither"})
     assert none.status == 3
     for target in ("any", "other"):
         assert f"hostile, native, {target}, hostile 1.0" in several.error["message"]
         assert f"{target}, hostile 1.0 (this host runs neither)" in none.error["message"]
     assert "--platform" in none.error["hint"]
-    gone = mixed.run(*pull, "--platform", "target=trn2")
+    gone = mixed.call(*pull, "--platform", "target=trn2")
     assert "its target is any" in gone.error["message"]
     unknown = mixed.run(*pull, env={"PYTHONPATH": ""})
     assert unknown.status == 3
     assert "no toolchain named 'hostile' is installed" in unknown.error["message"]
-    assert mixed.run(*pull, "--platform", "target").status == 2
+    assert mixed.call(*pull, "--platform", "target").status == 2
     assert not (mixed.root / "c/v1").exists()
 
 
@@ -91,23 +91,23 @@ def test_a_partial_manifest_is_refused_unless_allowed(builder: Project) -> None:
         sections={"cache": {"name": "llama"}},
     )
     push = ("push", "more.yaml", "--to", "remote", "--tag", "partial")
-    assert builder.run(*push, "--allow-partial").status == 0
+    assert builder.call(*push, "--allow-partial").status == 0
     pull = ("pull", "remote", "--tag", "llama:partial", "--cache", "c", "--json")
-    refused = builder.run(*pull, "--ready-file", "ready")
+    refused = builder.call(*pull, "--ready-file", "ready")
     assert refused.status == 1
     assert (
         "lacks 2 of its plan's units: decode_b8_ctx1024, decode_b8_ctx4096"
         in refused.err + (refused.error["message"])
     )
     assert not (builder.root / "ready").exists()
-    pulled = builder.run(*pull, "--allow-partial")
+    pulled = builder.call(*pull, "--allow-partial")
     assert (pulled.status, pulled.document["missing"]) == (0, 2)
 
 
 def test_the_ready_file_comes_last_and_never_speaks_of_an_earlier_pull(builder: Project) -> None:
     ready = builder.root / "ready"
     pull = ("pull", "remote", "--tag", "llama:t", "--cache", "c", "--ready-file", "ready", "--json")
-    ran = builder.run(*pull)
+    ran = builder.call(*pull)
     assert ran.status == 0
     assert json.loads(ready.read_text()) == ran.document
 
@@ -115,16 +115,16 @@ def test_the_ready_file_comes_last_and_never_speaks_of_an_earlier_pull(builder: 
     content = blob.read_bytes()
     blob.write_bytes(bytes(len(content)))
     shutil.rmtree(builder.root / "c")
-    assert builder.run(*pull).status == 4
+    assert builder.call(*pull).status == 4
     assert not ready.exists()
     assert list((builder.root / "c/v1").glob("entries/*")) == []
 
     # Going on: only what is still missing is fetched.
     blob.write_bytes(content)
-    again = builder.run(*pull).document
+    again = builder.call(*pull).document
     assert again["blobs_copied"] < ran.document["blobs_copied"]
     assert ready.exists()
-    assert builder.run(*pull[:-2], "no/such/folder/ready", "--json").status == 3
+    assert builder.call(*pull[:-2], "no/such/folder/ready", "--json").status == 3
 
 
 def test_a_fleet_starts_spread_out(builder: Project) -> None:
@@ -169,7 +169,7 @@ def test_a_ready_file_replaces_no_device_and_no_folder(builder: Project) -> None
     os.mkfifo(pipe)
     (builder.root / "folder").mkdir()
     for name in ("pipe", "folder"):
-        ran = builder.run(
+        ran = builder.call(
             "pull", "remote", "--tag", "llama:t", "--cache", "c", "--ready-file", name
         )
         assert ran.status in (2, 3)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,12 +27,19 @@ def _compiled(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return project
 
 
+@pytest.fixture(scope="session")
+def _pushed(_compiled: Project, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    remote = tmp_path_factory.mktemp("pushed") / "remote"
+    words = ["push", "config.yaml", "--to", str(remote), "--tag", "prod"]
+    assert _compiled.run(*words).status == 0
+    return remote
+
+
 @pytest.fixture
-def fleet(_compiled: Project, tmp_path: Path) -> Fleet:
+def fleet(_compiled: Project, _pushed: Path, tmp_path: Path) -> Fleet:
     """A store that holds llama:prod, and a host with an empty cache."""
-    fleet = Fleet(_compiled, tmp_path)
-    fleet.push(str(tmp_path / "remote"))
-    return fleet
+    shutil.copytree(_pushed, tmp_path / "remote")
+    return Fleet(_compiled, tmp_path)
 
 
 @pytest.fixture(scope="session")

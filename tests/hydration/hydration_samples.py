@@ -110,7 +110,7 @@ class Fleet:
 
     def whole(self) -> bool:
         """Whether the host's cache has every unit of the config."""
-        ran = self.builder.run("plan", "config.yaml", "--check", "--cache", str(self.cache))
+        ran = self.builder.call("plan", "config.yaml", "--check", "--cache", str(self.cache))
         return ran.status == 0
 
 
