@@ -360,6 +360,7 @@ def test_torch_compile_serves_where_there_is_no_compiler(served, tmp_path):
             "HOME": str(tmp_path),
             "NEFFBUILD_CACHE": served.store.url,
             "NEFFBUILD_STRICT": "1",
+            "OMP_NUM_THREADS": "1",
         },
     )
     assert done.returncode == 0, done.stderr

@@ -42,7 +42,12 @@ def test_replay_in_a_fresh_process_compiles_nothing_and_needs_no_compiler(served
         capture_output=True,
         text=True,
         check=False,
-        env={"PATH": "/nowhere", "HOME": str(tmp_path), "TMPDIR": str(tmp_path)},
+        env={
+            "PATH": "/nowhere",
+            "HOME": str(tmp_path),
+            "TMPDIR": str(tmp_path),
+            "OMP_NUM_THREADS": "1",
+        },
     )
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)

@@ -223,6 +223,7 @@ def test_another_process_folder_home_and_hash_seed_give_the_same(tmp_path):
         "HOME": str(tmp_path),
         "TMPDIR": str(tmp_path),
         "USER": "somebody-else",
+        "OMP_NUM_THREADS": "1",
     }
     completed = subprocess.run(
         [sys.executable, "-c", code, str(Path(__file__).parent)],

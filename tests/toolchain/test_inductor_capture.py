@@ -38,9 +38,9 @@ def test_more_shapes_than_the_recompile_limit_are_captured_in_one_process():
     digests = {
         capture_unit(config, decode(batch, 1, context)).graph_digest
         for batch in (1, 2, 3)
-        for context in (32, 64, 128, 256)
+        for context in (32, 64, 128)
     }
-    assert len(digests) == 12
+    assert len(digests) == 9 > torch._dynamo.config.recompile_limit
 
 
 def test_torch_compile_with_real_weights_and_another_pool_gives_the_same_graph():
