@@ -15,10 +15,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from neffbuild.grid.engine_failures import (
+    FAILURE_WORDS,
+    Breakdown,
+    Failure,
+    Pair,
+    breakdowns,
+    target_failures,
+)
 from neffbuild.grid.engine_settings import Settings, read_settings
-
-Pair = tuple[int, int]
-"""(num_seqs, context_len) of a decode target; (num_batched_tokens, kv_segment) of a prefill bucket."""
 
 LOOKED_FOR = (
     'of vLLM Neuron "Extracting … decode compile targets", "Warming up … decode compile targets", '
@@ -51,16 +56,6 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """A target whose tracing or warm-up the engine says failed, in its words."""
-
-    phase: str
-    target: Pair
-    stage: str
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
 class EngineLog:
     """All that was understood of the last start. `keys`, `hits` and `misses` are names of entries in the
     engine's own cache; `drafts` says whether a drafter's graphs were captured; `ranges` are vLLM's compile
@@ -69,6 +64,7 @@ class EngineLog:
     decode: Targets = field(default_factory=Targets)
     prefill: Targets = field(default_factory=Targets)
     failures: tuple[Failure, ...] = ()
+    breakdowns: tuple[Breakdown, ...] = ()
     keys: frozenset[str] = frozenset()
     hits: frozenset[str] = frozenset()
     misses: frozenset[str] = frozenset()
@@ -99,20 +95,9 @@ _ITEMS = {
         rf"\[{_N}/{_N}\] (?:Extracting|Warming up) for prefill: bucket_size={_N}, kv_segment_size={_N}"
     ),
 }
-_TARGET = {
-    "decode": rf"decode \(batch={_N}, seq={_N}\)",
-    "prefill": rf"prefill bucket {_N} with kv_segment_size {_N}",
-}
-_FAILURES = {
-    phase: re.compile(
-        r"(?:Failed to|Model) (extract graph|graph extraction failed|warmup|warmup failed)(?: for)? "
-        rf"{target}(?:\. Error)?: ?(.{{0,300}})"
-    )
-    for phase, target in _TARGET.items()
-}
 _KEY = re.compile(r"Compilation cache key: ([0-9a-f]{32})\b")
 _HIT = re.compile(r"Local cache hit for key: ([0-9a-f]{32})\b")
-_MISS = re.compile(r"local compile cache miss for key:? ([0-9a-f]{32})\b")
+_MISS = re.compile(r"(?:local|remote) compile cache miss for key:? ([0-9a-f]{32})\b")
 _DRAFTS = re.compile(r"Capturing EAGLE3 (?:decode|prefill) graphs for ")
 _RANGE = re.compile(rf"compile range \({_N}, {_N}\)")
 
@@ -148,6 +133,7 @@ class _Start:
     def __init__(self) -> None:
         self._phases = {"decode": _Phase(), "prefill": _Phase()}
         self._failures: dict[tuple[str, Pair, str], Failure] = {}
+        self._breakdowns: dict[str, Breakdown] = {}
         self._found: dict[str, set[str]] = {"keys": set(), "hits": set(), "misses": set()}
         self._drafts = False
         self._settings: dict[Settings, None] = {}
@@ -158,7 +144,7 @@ class _Start:
         """Whether a config that a process of this name prints is that of another start. An engine's
         processes print it once each, before they compile anything."""
         if not self._configs:  # the log begins in the middle of a start
-            return bool(self._ranges or self._failures) or any(
+            return bool(self._ranges or self._failures or self._breakdowns) or any(
                 phase.named for phase in self._phases.values()
             )
         return self._configs[name] >= (1 if name else settings.data_parallel_size)
@@ -169,8 +155,7 @@ class _Start:
         tag = (process[1] or process[3]) if process else ""
         for name, phase in self._phases.items():
             phase.read(name, line, tag)
-            for found in _FAILURES[name].finditer(line):
-                self._fail(name, found)
+        self._read_failures(line)
         for name, pattern in (("keys", _KEY), ("hits", _HIT), ("misses", _MISS)):
             self._found[name].update(pattern.findall(line))
         self._drafts = self._drafts or _DRAFTS.search(line) is not None
@@ -179,20 +164,26 @@ class _Start:
             self._settings[settings] = None
             self._configs[_name(line)] += 1
 
-    def _fail(self, phase: str, found: re.Match[str]) -> None:
-        stage = "warm-up" if "warmup" in found[1] else "extraction"
-        target = (int(found[2]), int(found[3]))
-        words = "".join(one if one.isprintable() else " " for one in found[4])
-        # Said twice, as a log line and as the error that ends the engine.
-        self._failures.setdefault(
-            (phase, target, stage), Failure(phase, target, stage, words.strip())
-        )
+    def _read_failures(self, line: str) -> None:
+        # Each is said more than once, as a log line and as the error that ends the engine.
+        failures = list(target_failures(line))
+        for one in failures:
+            self._failures.setdefault((one.phase, one.target, one.stage), one)
+        if not failures and not _MISS.search(line):
+            for broken in breakdowns(line):
+                self._breakdowns.setdefault(broken.said + broken.more[:0], broken)
 
     def result(self, starts: int) -> EngineLog:
+        failures = tuple(self._failures.values())
         return EngineLog(
             decode=self._phases["decode"].targets(),
             prefill=self._phases["prefill"].targets(),
-            failures=tuple(self._failures.values()),
+            failures=failures,
+            breakdowns=tuple(
+                one
+                for one in self._breakdowns.values()
+                if not any(one.said in failure.message for failure in failures)
+            ),
             keys=frozenset(self._found["keys"]),
             hits=frozenset(self._found["hits"]),
             misses=frozenset(self._found["misses"]),
@@ -204,9 +195,8 @@ class _Start:
 
 
 _WORDS = (
+    *FAILURE_WORDS,
     "compile targets",
-    "prefill",
-    "decode (batch",
     "cache key: ",
     "cache hit for key",
     "cache miss for key",

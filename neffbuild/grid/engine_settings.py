@@ -10,8 +10,7 @@ from itertools import pairwise
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The config an engine printed at its start; None where it does not say. `options` are those of the
-    serve config that can be read there, by name; `mode` is vLLM's compilation mode (0: compiles nothing);
-    `data_parallel_size` engines of one start print it, each for itself.
+    serve config that can be read there, by name; `mode` is vLLM's compilation mode (0: compiles nothing).
     """
 
     version: str
@@ -22,7 +21,11 @@ class Settings:
     compile_sizes: tuple[int, ...] = ()
     range_ends: tuple[int, ...] = ()
     capture_sizes: tuple[int, ...] = ()
-    data_parallel_size: int = 1
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many engines of one start print it, each for itself."""
+        return next((int(value) for name, value in self.options if name == _REPLICAS), 1)
 
     @property
     def ranges(self) -> frozenset[tuple[int, int]]:
@@ -33,15 +36,17 @@ class Settings:
 
 
 _N = r"([0-9]{1,9})"
-_SETTINGS = re.compile(r"Initializing a V1 LLM engine \(v([\w.+-]{1,40})\) with config: (.*)")
+_SETTINGS = re.compile(r"Initializing a V1 LLM engine \(v([\w.+-]{1,100})\) with config: (.*)")
+_REPLICAS = "data_parallel_size"
 _OPTIONS = {
     "max_model_len": re.compile(rf"\bmax_seq_len={_N}"),
     "tensor_parallel_size": re.compile(rf"\btensor_parallel_size={_N}"),
+    "pipeline_parallel_size": re.compile(rf"\bpipeline_parallel_size={_N}"),
+    _REPLICAS: re.compile(rf"\bdata_parallel_size={_N}"),
     "decode_context_parallel_size": re.compile(rf"\bdecode_context_parallel_size={_N}"),
     "dtype": re.compile(r"\bdtype=torch\.(\w{1,20})"),
     "num_speculative_tokens": re.compile(rf"\bnum_spec_tokens={_N}|\bspeculative_config=(None)"),
 }
-_DATA_PARALLEL = re.compile(rf"\bdata_parallel_size={_N}")
 _MODE = re.compile(r"'mode': (?:<[\w.]+: )?([0-3])")
 _BACKEND = re.compile(r"'backend': '([^']{0,200})'")
 _SIZES = r"'{}': \[([0-9, ]*)\]"
@@ -60,7 +65,6 @@ def read_settings(line: str) -> Settings | None:
             options.append((name, _value("0" if value == "None" else value)))
     compilation = text.partition("compilation_config=")[2]
     mode, backend = _MODE.search(compilation), _BACKEND.search(compilation)
-    engines = _DATA_PARALLEL.search(text)
     return Settings(
         version=found[1],
         options=tuple(options),
@@ -70,7 +74,6 @@ def read_settings(line: str) -> Settings | None:
         compile_sizes=_sizes("compile_sizes", compilation),
         range_ends=_sizes("compile_ranges_endpoints", compilation),
         capture_sizes=_sizes("cudagraph_capture_sizes", compilation),
-        data_parallel_size=int(engines[1]) if engines else 1,
     )
 
 

@@ -16,7 +16,8 @@ from collections.abc import Iterable
 from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
-from neffbuild.config.errors import AboveLadder
+from neffbuild.config.errors import AboveLadder, ConfigError
+from neffbuild.config.values import shown
 from neffbuild.grid.bucketer import Bucketer, QueryLenSupport
 from neffbuild.grid.shapes import DecodeShape, Family
 from neffbuild.grid.step import PostTransferPolicy, Row, Step, by_column, is_decode_row
@@ -170,13 +171,20 @@ def next_larger(shape: DecodeShape, available: Iterable[DecodeShape]) -> DecodeS
 
 
 def step_state(bucketer: Bucketer, step: Step) -> StepState:
-    """What one rank contributes to the choice of shapes."""
+    """What one rank contributes to the choice of shapes. Raises `ConfigError` for a row that has computed
+    fewer than no tokens, and for an unknown policy."""
     rows = by_column(step.rows)
     if not rows:
         return StepState(0, 0)
     computed, drafts = rows.num_computed_tokens, rows.num_drafts
     received, wanting = rows.post_transfer, rows.wants_to_propose
     lowest = min(computed)
+    if lowest < 0:
+        raise ConfigError(
+            f"a row has {lowest} computed tokens; allowed: integers from 0",
+            field="num_computed_tokens",
+            value=lowest,
+        )
     holds_prefill = int(lowest == 0 or rows.num_new_tokens.count(1) < len(rows))
     if holds_prefill:
         decoding = list(filter(is_decode_row, rows))
@@ -194,9 +202,9 @@ def step_state(bucketer: Bucketer, step: Step) -> StepState:
     query_len = 1 + max(drafts, default=0)
     override = Override.FORCED if step.force_without_spec else Override.NONE
     if any(received):
-        override = max(override, _POST_TRANSFER[step.post_transfer_policy])
+        override = max(override, _override_of(step.post_transfer_policy))
         shortest = min(c for c, r in zip(computed, received, strict=True) if r)
-        if step.post_transfer_policy is PostTransferPolicy.PADDED and shortest <= longest:
+        if step.post_transfer_policy == PostTransferPolicy.PADDED and shortest <= longest:
             query_len = max(query_len, 1 + bucketer.num_speculative_tokens)
     if not all(wanting):
         lowest = min((c for c, w in zip(computed, wanting, strict=True) if w), default=limit)
@@ -210,6 +218,18 @@ _POST_TRANSFER = {
 }
 
 
+def _override_of(policy: PostTransferPolicy) -> Override:
+    try:
+        return _POST_TRANSFER[policy]
+    except KeyError:
+        raise ConfigError(
+            f"post_transfer_policy is {shown(policy)}; allowed: PostTransferPolicy.WITHOUT_SPEC, "
+            "PostTransferPolicy.PADDED",
+            field="post_transfer_policy",
+            value=policy,
+        ) from None
+
+
 def verified_drafts(bucketer: Bucketer, step: Step, shapes: StepShapes) -> list[int]:
     """How many drafts (placeholders included) each row of a decode step verifies in the chosen target
     program. It computes one token more; what a uniform program is wider than that holds placeholders."""
@@ -217,7 +237,7 @@ def verified_drafts(bucketer: Bucketer, step: Step, shapes: StepShapes) -> list[
     if not with_spec or not step.rows:
         return [0] * len(step.rows)
     longest, spec_tokens = _longest_with_drafts(bucketer), bucketer.num_speculative_tokens
-    padded = step.post_transfer_policy is PostTransferPolicy.PADDED
+    padded = step.post_transfer_policy == PostTransferPolicy.PADDED
     rows = by_column(step.rows)
     if max(rows.num_computed_tokens) <= longest and not (padded and any(rows.post_transfer)):
         return list(rows.num_drafts)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, Self, overload
+from typing import NamedTuple, Self, TypeVar, overload
 
 from neffbuild.config.errors import ConfigError
+
+_T = TypeVar("_T")
 
 
 class PostTransferPolicy(StrEnum):
@@ -38,8 +40,9 @@ class Row(NamedTuple):
 class Rows(Sequence[Row]):
     """The rows of a step by column: what an engine has them in, and what is gone through in every step.
 
-    Each argument is the field of `Row` of its name, for all rows in one order; one left out has that
-    field's default in every row. Raises `ConfigError` for columns of different lengths.
+    Each argument is the field of `Row` of its name, for all rows in one order, an array of NumPy's or
+    torch's too; one left out has that field's default in every row. Raises `ConfigError` for columns of
+    different lengths.
     """
 
     __slots__ = Row._fields
@@ -52,14 +55,14 @@ class Rows(Sequence[Row]):
         post_transfer: Iterable[bool] | None = None,
         wants_to_propose: Iterable[bool] | None = None,
     ) -> None:
-        computed = tuple(num_computed_tokens)
+        computed = _column(num_computed_tokens)
         count = len(computed)
         self.num_computed_tokens = computed
-        self.num_new_tokens = (1,) * count if num_new_tokens is None else tuple(num_new_tokens)
-        self.num_drafts = (0,) * count if num_drafts is None else tuple(num_drafts)
-        self.post_transfer = (False,) * count if post_transfer is None else tuple(post_transfer)
+        self.num_new_tokens = (1,) * count if num_new_tokens is None else _column(num_new_tokens)
+        self.num_drafts = (0,) * count if num_drafts is None else _column(num_drafts)
+        self.post_transfer = (False,) * count if post_transfer is None else _column(post_transfer)
         self.wants_to_propose = (
-            (True,) * count if wants_to_propose is None else tuple(wants_to_propose)
+            (True,) * count if wants_to_propose is None else _column(wants_to_propose)
         )
         if not (
             len(self.num_new_tokens)
@@ -85,6 +88,12 @@ class Rows(Sequence[Row]):
     def __getitem__(self, index: int | slice) -> Row | Self:
         columns = [getattr(self, name)[index] for name in self.__slots__]
         return type(self)(*columns) if isinstance(index, slice) else Row(*columns)
+
+
+def _column(values: Iterable[_T]) -> tuple[_T, ...]:
+    # Numbers of an array wrap around in its own width.
+    listed = getattr(values, "tolist", None)
+    return tuple(values if listed is None else listed())
 
 
 def by_column(rows: Sequence[Row]) -> Rows:

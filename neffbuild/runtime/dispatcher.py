@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 from torch import Tensor
 
 from neffbuild.config.errors import ConfigError, MissingUnit
+from neffbuild.config.values import shown
 from neffbuild.grid.bucketer import Bucketer, QueryLenSupport
 from neffbuild.grid.select import (
     IDLE,
@@ -25,9 +25,10 @@ from neffbuild.grid.select import (
     verified_drafts,
 )
 from neffbuild.grid.shapes import DecodeShape, Family
-from neffbuild.grid.step import Rows, Step, by_column
-from neffbuild.models.decode import DraftInputs, WindowedDraftInputs, named_inputs
+from neffbuild.grid.step import Rows, Step, by_column, is_decode_row
+from neffbuild.models.decode import named_inputs
 from neffbuild.runtime.batch import DecodeBatch, DraftBatch, StepResult
+from neffbuild.runtime.filling import fill_draft, fill_target
 from neffbuild.runtime.loader import Loader
 from neffbuild.runtime.observer import StepObserver
 from neffbuild.runtime.step_buffers import StepBuffers, draft_buffers, target_buffers
@@ -67,6 +68,12 @@ class Dispatcher:
         fallback: Literal["larger"] | None = None,
         observer: StepObserver | None = None,
     ) -> None:
+        if fallback not in (None, "larger"):
+            raise ConfigError(
+                f"fallback is {shown(fallback)}; allowed: None, 'larger'",
+                field="fallback",
+                value=fallback,
+            )
         self._bucketer = bucketer
         self._fallback = fallback
         self._observer = observer
@@ -121,26 +128,26 @@ class Dispatcher:
         number was prepared.
 
         Raises `AboveLadder` for a step no program holds, `MissingUnit` for one whose program is not
-        stored, `ConfigError` for a batch with a prefill row (no decode program computes it).
+        stored, `ConfigError` for a batch with a prefill row (no decode program computes it) and as
+        `fill_target` does.
         """
         rows = by_column(batch.rows)
         step = Step(rows, batch.post_transfer_policy, batch.force_without_spec)
         shapes = prepared or self.select(step)
         if shapes.target is None:
-            raise ConfigError(
-                "the batch holds a prefill row, which no decode program computes",
-                field="rows",
-                hint="prefill it first; the last token of a prompt is decoded, over prior state",
-            )
+            raise _holds_prefill()
         verified = verified_drafts(self._bucketer, step, shapes)
         if prepared is not None:
             self._check_prepared(shapes.target, rows, verified)
         program = self._program_for(shapes.target)
-        outputs = self._run_in(program, batch, rows, verified)
+        fill_target(program.buffers, batch, rows, None if self._uniform else verified)
+        outputs = _named_outputs(program, len(rows))
         self._observe(shapes.target, len(rows))
         return StepResult(shapes, verified, outputs)
 
     def _check_prepared(self, target: DecodeShape, rows: Rows, verified: Sequence[int]) -> None:
+        if not all(map(is_decode_row, rows)):
+            raise _holds_prefill()
         drafts = [target.query_len - 1] * len(rows) if self._uniform else verified
         needs = [
             computed + 1 + more
@@ -169,52 +176,15 @@ class Dispatcher:
         """Run one decode step in a given program that is large enough for it, every draft of every row
         included."""
         rows = by_column(batch.rows)
-        return self._run_in(program, batch, rows, rows.num_drafts)
-
-    def _run_in(
-        self, program: Program, batch: DecodeBatch, rows: Rows, verified: Sequence[int]
-    ) -> dict[str, Tensor]:
-        count, buffers = len(rows), program.buffers
-        token_ids, block_table = batch.token_ids.numpy(), batch.block_table.numpy()
-        ids = buffers.input_ids[:count]
-        if not len(token_ids) == len(ids) == count <= len(block_table):
-            raise _unequal(batch, len(buffers.input_ids))
-        ids[:, 0] = token_ids
-        spec_tokens = ids.shape[1] - 1
-        query_lens = None
-        if spec_tokens:
-            drafts = batch.draft_token_ids
-            given = 0 if drafts is None else min(drafts.shape[1], spec_tokens)
-            if drafts is not None:
-                ids[:, 1 : 1 + given] = drafts.numpy()[:, :given]
-            if given < spec_tokens:
-                ids[:, 1 + given :] = 0
-            # Every row of a uniform program is as wide as the program; what it is wider than its own
-            # tokens holds placeholders, whose keys and values the next steps overwrite.
-            if not self._uniform and verified.count(spec_tokens) < count:
-                query_lens = np.array(verified, dtype=np.int32) + np.int32(1)
-        windows = batch.window_block_table
-        buffers.place(
-            np.array(rows.num_computed_tokens, dtype=np.int64),
-            query_lens,
-            block_table,
-            None if windows is None else windows.numpy(),
-        )
-        return _named_outputs(program, count)
+        fill_target(program.buffers, batch, rows, None if self._uniform else rows.num_drafts)
+        return _named_outputs(program, len(rows))
 
     def propose(self, shape: DecodeShape, batch: DraftBatch) -> Tensor:
         """Run a draft's program: draft token ids `[len(rows), K]` int32, `PAD_TOKEN_ID` in rows that get
-        none. Raises `MissingUnit` when it is not stored."""
+        none. Raises `MissingUnit` when it is not stored, and as `fill_draft` does."""
         program = self._program_for(shape)
-        inputs = program.buffers.inputs
-        assert isinstance(inputs, DraftInputs | WindowedDraftInputs)
-        rows, width = batch.token_ids.shape
-        inputs.input_ids[:rows, :width] = batch.token_ids
-        states = batch.auxiliary_hidden_states[:, :width]
-        inputs.auxiliary_hidden_states[:rows, : states.shape[1]] = states
-        program.buffers.place(
-            batch.starts.numpy(), batch.query_lens.numpy(), batch.block_table.numpy()
-        )
+        fill_draft(program.buffers, batch)
+        rows = len(batch.token_ids)
         drafts = _named_outputs(program, rows)["draft_token_ids"]
         self._observe(shape, rows)
         return drafts
@@ -247,10 +217,10 @@ class Dispatcher:
             tensors = self._draft_tensors
             if "fc.weight" not in tensors:
                 raise _lacking(shape, ["fc.weight"])
-            buffers = draft_buffers(self._bucketer, shape, tensors["fc.weight"])
+            buffers = draft_buffers(self._bucketer, shape, tensors)
         else:
             tensors = self._tensors
-            buffers = target_buffers(self._bucketer, shape)
+            buffers = target_buffers(self._bucketer, shape, tensors)
         # The buffers are checked here, once, and not in every step.
         call = executable.bind({**tensors, **named_inputs(buffers.inputs)})
         if call.free:
@@ -258,13 +228,11 @@ class Dispatcher:
         return Program(call, executable.outputs, buffers)
 
 
-def _unequal(batch: DecodeBatch, most: int) -> ConfigError:
+def _holds_prefill() -> ConfigError:
     return ConfigError(
-        f"a batch of {len(batch.rows)} rows has {len(batch.token_ids)} token_ids and "
-        f"{len(batch.block_table)} rows of block_table, in a program of up to {most} rows",
-        field="batch",
-        hint="hand over the live rows alone, one token and one row of the table each; a step that was "
-        "prepared has the rows it was prepared with, or fewer",
+        "the batch holds a prefill row, which no decode program computes",
+        field="rows",
+        hint="prefill it first; the last token of a prompt is decoded, over prior state",
     )
 
 

@@ -6,7 +6,7 @@ torch's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,7 +90,8 @@ class GroupBuffers:
 @dataclass(frozen=True, slots=True)
 class StepBuffers:
     """`inputs` are bound to the program; the rest is views of them, and what does not change: `queries`
-    counts the tokens of a row. `groups` in the order of the program's tables."""
+    counts the tokens of a row. `groups` in the order of the program's tables. Ids are below `vocab_size`,
+    positions below `context_len`."""
 
     inputs: Inputs
     groups: tuple[GroupBuffers, ...]
@@ -98,6 +99,12 @@ class StepBuffers:
     positions: NDArray[np.int64]
     query_lens: NDArray[np.int32]
     queries: NDArray[np.int64]
+    vocab_size: int
+    context_len: int
+
+    @property
+    def unsigned_ids(self) -> NDArray[np.uint32]:
+        return self.input_ids.view(np.uint32)
 
     def place(
         self,
@@ -135,11 +142,13 @@ class StepBuffers:
         self.place(np.zeros(0, np.int64), None, nothing)
 
 
-def target_buffers(bucketer: Bucketer, shape: DecodeShape) -> StepBuffers:
-    """The buffers of a target's program."""
+def target_buffers(
+    bucketer: Bucketer, shape: DecodeShape, tensors: Mapping[str, Tensor]
+) -> StepBuffers:
+    """The buffers of a target's program; `tensors` are the target's by name."""
     layers = bucketer.target_layers
     if layers.window is None:
-        return _one_table(bucketer, shape, step_inputs(shape, bucketer.block_size))
+        return _one_table(bucketer, shape, step_inputs(shape, bucketer.block_size), tensors)
     windows = (None, layers.window) if layers.full else (layers.window,)
     tables = [_new_table(bucketer, shape, window) for window in windows]
     inputs = windowed_inputs(shape, [table.block_table.shape[1] for table in tables])._replace(
@@ -147,30 +156,47 @@ def target_buffers(bucketer: Bucketer, shape: DecodeShape) -> StepBuffers:
         position_offsets=tuple(table.position_offset for table in tables),
     )
     groups = zip(windows, tables, inputs.slot_mappings, strict=True)
-    return _buffers(
-        inputs, [_group(bucketer, shape, window, table, slots) for window, table, slots in groups]
-    )
+    of_groups = [_group(bucketer, shape, window, table, slots) for window, table, slots in groups]
+    return _buffers(inputs, of_groups, shape, tensors)
 
 
-def draft_buffers(bucketer: Bucketer, shape: DecodeShape, fusion: Tensor) -> StepBuffers:
-    """The buffers of a draft's program; `fusion` is the weight that its auxiliary states go into."""
+def draft_buffers(
+    bucketer: Bucketer, shape: DecodeShape, tensors: Mapping[str, Tensor]
+) -> StepBuffers:
+    """The buffers of a draft's program; `tensors` are the draft's by name, `fc.weight` the one that its
+    auxiliary states go into."""
+    fusion = tensors["fc.weight"]
     size, dtype = fusion.shape[1], fusion.dtype
     window = bucketer.draft_layers.window
     if window is None:
-        return _one_table(bucketer, shape, draft_inputs(shape, bucketer.block_size, size, dtype))
+        inputs = draft_inputs(shape, bucketer.block_size, size, dtype)
+        return _one_table(bucketer, shape, inputs, tensors)
     table = _new_table(bucketer, shape, window)
-    inputs = windowed_draft_inputs(shape, table.block_table.shape[1], size, dtype)._replace(
+    windowed = windowed_draft_inputs(shape, table.block_table.shape[1], size, dtype)._replace(
         block_table=table.block_table, position_offset=table.position_offset
     )
-    return _buffers(inputs, [_group(bucketer, shape, window, table, inputs.slot_mapping)])
+    group = _group(bucketer, shape, window, table, windowed.slot_mapping)
+    return _buffers(windowed, [group], shape, tensors)
+
+
+def _vocab_size(tensors: Mapping[str, Tensor]) -> int:
+    """How many ids the embedding has rows for; where there is none, as many as 32 bits have."""
+    for name, tensor in tensors.items():
+        if name.endswith("embed_tokens.weight"):
+            return len(tensor)
+    return 1 << 31
 
 
 def _one_table(
-    bucketer: Bucketer, shape: DecodeShape, inputs: StepInputs | DraftInputs
+    bucketer: Bucketer,
+    shape: DecodeShape,
+    inputs: StepInputs | DraftInputs,
+    tensors: Mapping[str, Tensor],
 ) -> StepBuffers:
     table = _new_table(bucketer, shape, None)
     inputs = inputs._replace(block_table=table.block_table)
-    return _buffers(inputs, [_group(bucketer, shape, None, table, inputs.slot_mapping)])
+    group = _group(bucketer, shape, None, table, inputs.slot_mapping)
+    return _buffers(inputs, [group], shape, tensors)
 
 
 def _new_table(bucketer: Bucketer, shape: DecodeShape, window: int | None) -> TrimmedBlockTable:
@@ -196,7 +222,12 @@ def _group(
     )
 
 
-def _buffers(inputs: Inputs, groups: Sequence[GroupBuffers]) -> StepBuffers:
+def _buffers(
+    inputs: Inputs,
+    groups: Sequence[GroupBuffers],
+    shape: DecodeShape,
+    tensors: Mapping[str, Tensor],
+) -> StepBuffers:
     return StepBuffers(
         inputs=inputs,
         groups=tuple(groups),
@@ -204,4 +235,6 @@ def _buffers(inputs: Inputs, groups: Sequence[GroupBuffers]) -> StepBuffers:
         positions=inputs.positions.numpy(),
         query_lens=inputs.query_lens.numpy(),
         queries=np.arange(inputs.input_ids.shape[1]),
+        vocab_size=_vocab_size(tensors),
+        context_len=shape.context_len,
     )

@@ -100,12 +100,18 @@ class StepSync:
         Preparing one again (an engine that schedules ahead does, when it knows the tokens) gives what
         was reduced the first time, whatever `state` is by then: peers do not reduce twice.
 
-        Raises `ConfigError` for a step before the last; `RankLost` when a peer is gone, on every rank when
-        they prepare different steps, and from then on.
+        Raises `ConfigError` for a step before the last or the first; `RankLost` when a peer is gone, on
+        every rank when they prepare different steps, and from then on.
         """
         if self._lost is not None:
             # Whether the peers still wait in the reduce that failed, nobody knows.
             raise self._lost
+        if not isinstance(number, int) or number < 0:
+            raise ConfigError(
+                f"step {shown(number)} is no number of a step; allowed: integers from 0",
+                field="number",
+                value=number,
+            )
         if number == self._number:
             return self._state
         if number < self._number:

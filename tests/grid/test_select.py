@@ -441,7 +441,7 @@ _ROWS = st.lists(
         st.booleans(),
         st.booleans(),
     ),
-    max_size=6,
+    max_size=4,
 )
 
 

@@ -15,6 +15,7 @@ from transformers import MinistralConfig, MinistralForCausalLM
 
 from neffbuild.config.build import BuildConfig
 from neffbuild.grid.kv_blocks import kv_bytes_per_position
+from neffbuild.grid.select import select_shapes, step_state
 from neffbuild.grid.shapes import DecodeShape, Family
 from neffbuild.grid.step import Row, Step
 from neffbuild.models.decode import (
@@ -61,12 +62,19 @@ def write_config(folder) -> None:
 
 
 @pytest.fixture(scope="module")
-def windowed(tmp_path_factory: pytest.TempPathFactory) -> samples.Served:
+def planned(tmp_path_factory: pytest.TempPathFactory) -> samples.Served:
+    """Nothing of it is compiled yet."""
     folder = tmp_path_factory.mktemp("windowed")
     write_config(folder)
-    done = samples.neffbuild("compile", str(folder / "serve.yaml"))
-    assert done.returncode == 0, done.stderr
     return samples.served(folder / "serve.yaml")
+
+
+@pytest.fixture(scope="module")
+def windowed(planned: samples.Served) -> samples.Served:
+    """With all its units compiled by the farm, which takes most of a minute."""
+    done = samples.neffbuild("compile", str(planned.path))
+    assert done.returncode == 0, done.stderr
+    return planned
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +156,7 @@ def generated(model: MinistralForCausalLM, prompt: list[int]) -> list[int]:
     return tokens[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(100,), (100, 2)], ids=["one row", "two rows"])
 def test_greedy_tokens_equal_transformers_across_window_and_two_boundaries(
     windowed, theirs, lengths
@@ -177,10 +186,10 @@ def test_greedy_tokens_equal_transformers_across_window_and_two_boundaries(
     assert min(len(set(row)) for row in tokens) > 30, "a loop of a few tokens would prove little"
 
 
-def test_at_batch_one_torch_compile_meets_one_graph_for_each_shape(windowed, theirs):
+def test_at_batch_one_torch_compile_meets_one_graph_for_each_shape(planned, theirs):
     """Nothing of a cut table, its strides or its offset, is new to whoever compiled for the shape."""
     [prompt] = torch.randint(256, (1, 100)).tolist()
-    rows = Rows(windowed.config, theirs, 1)
+    rows = Rows(planned.config, theirs, 1)
     rows.prefill(0, prompt)
     compiles = []
 
@@ -188,20 +197,18 @@ def test_at_batch_one_torch_compile_meets_one_graph_for_each_shape(windowed, the
         compiles.append(module)
         return module.forward
 
-    bucketer, steps, shapes = windowed.bucketer, {}, []
-    dispatcher = Dispatcher(bucketer, windowed.loader(), {})
+    bucketer, steps, shapes = planned.bucketer, {}, []
     for _ in range(170):
         batch = rows.batch()
-        target = dispatcher.select(Step(batch.rows)).target
+        target = select_shapes(bucketer, step_state(bucketer, Step(batch.rows))).target
         if target not in steps:
             compiled = torch.compile(one_shape_callable(rows.model), backend=backend, dynamic=False)
-            steps[target] = compiled, target_buffers(bucketer, target)
+            steps[target] = compiled, target_buffers(bucketer, target, {})
         step, buffers = steps[target]
         buffers.input_ids[:, 0] = rows.tokens
         lengths = torch.tensor(rows.lengths)
         buffers.place(
-            lengths.numpy(), torch.ones(1, dtype=torch.int32).numpy(), batch.block_table,
-            batch.window_block_table,
+            lengths.numpy(), None, batch.block_table.numpy(), batch.window_block_table.numpy(),
         )  # fmt: skip
         # Copies, as from an engine that allocates anew in each step; strides are kept.
         inputs = WindowedInputs(
@@ -218,12 +225,13 @@ def test_at_batch_one_torch_compile_meets_one_graph_for_each_shape(windowed, the
     assert len(compiles) == 3
 
 
+@pytest.mark.slow
 def test_buffers_and_captured_programs_have_the_same_inputs(windowed):
     """By name, shape and dtype, whatever the widths; and each group says where its tables begin."""
     for context in (128, 384):
         shape = DecodeShape(Family.TARGET, 2, 1, context)
         _, captured = build_program(windowed.config, shape)
-        bound = target_buffers(windowed.bucketer, shape).inputs
+        bound = target_buffers(windowed.bucketer, shape, {}).inputs
         assert {n: (t.shape, t.dtype) for n, t in named_inputs(captured).items()} == {
             n: (t.shape, t.dtype) for n, t in named_inputs(bound).items()
         }
@@ -233,6 +241,7 @@ def test_buffers_and_captured_programs_have_the_same_inputs(windowed):
         assert {"position_offsets.0", "position_offsets.1"} <= set(names)
 
 
+@pytest.mark.slow
 def test_pad_rows_and_an_idle_rank_write_to_the_null_block_alone(windowed, theirs):
     rows = Rows(windowed.config, theirs, 2)
     for row in range(2):
@@ -247,6 +256,7 @@ def test_pad_rows_and_an_idle_rank_write_to_the_null_block_alone(windowed, their
         assert not kept[NULL_BLOCK].any()
 
 
+@pytest.mark.slow
 def test_plan_and_replay_count_the_windowed_layer_by_its_own_table(windowed):
     plan = json.loads(samples.neffbuild("plan", str(windowed.path), "--json").stdout)
     widths = {

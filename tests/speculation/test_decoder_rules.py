@@ -146,9 +146,8 @@ def test_a_batch_whose_parts_do_not_belong_together_is_refused(rows, tokens, tab
     batch = DecodeBatch([Row(20)] * rows, torch.ones(tokens, dtype=torch.int32), table)
     prepared = subject.dispatcher.prepare(0, Step([Row(20)]))
     before = [tensor.clone() for tensor in subject.pool.tensors]
-    with pytest.raises(
-        ConfigError, match=f"batch of {rows} rows has {tokens} token_ids and {tables}"
-    ):
+    sizes = rf"batch of {rows} rows has token_ids \[{tokens}\] and block_table \[{tables}, "
+    with pytest.raises(ConfigError, match=sizes):
         subject.dispatcher.run(batch, prepared)
     assert all(map(torch.equal, before, subject.pool.tensors))
 

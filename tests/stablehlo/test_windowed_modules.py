@@ -64,16 +64,16 @@ def test_xla_computes_what_the_reference_model_does(family):
     for tensor in pool.values():
         tensor.normal_(generator=random)
     if family is Family.DRAFT:
-        buffers = draft_buffers(bucketer, shape, weights["fc.weight"])
+        buffers = draft_buffers(bucketer, shape, weights)
         buffers.inputs.auxiliary_hidden_states.normal_(generator=random)
     else:
-        buffers = target_buffers(bucketer, shape)
+        buffers = target_buffers(bucketer, shape, weights)
     rows, columns = shape.num_seqs, -(-bucketer.max_model_len // bucketer.block_size)
     blocks = torch.randperm(rows * columns, generator=random).view(rows, columns).int() + 1
     # A row in the middle of the context, the last a token short; positions the draft goes on to fit.
     starts = np.array([shape.context_len - 16 - 37 * row for row in range(rows)])
     lengths = np.array([shape.query_len] * (rows - 1) + [shape.query_len - 1], dtype=np.int32)
-    buffers.place(starts, lengths, blocks)
+    buffers.place(starts, lengths, blocks.numpy())
     buffers.inputs.input_ids.random_(model.architecture.vocab_size, generator=random)
 
     given = named_inputs(buffers.inputs) | {n: t.clone() for n, t in pool.items()} | weights
