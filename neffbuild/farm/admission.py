@@ -1,4 +1,4 @@
-"""Which waiting unit may start now: pure rules of cores, memory and scratch space.
+"""Which waiting unit may start now: pure rules of cores, memory, scratch space and the host's device.
 
 Longest expected first. Where the first does not fit, a smaller one may start before it if by all
 expectation that does not keep the first waiting (EASY backfilling: D. Lifka, "The ANL/IBM SP Scheduling
@@ -18,25 +18,33 @@ MOST_PASSES = 16
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What units need and hosts have: CPU cores, bytes of memory, bytes of scratch space."""
+    """What units need and hosts have: CPU cores, bytes of memory, bytes of scratch space, and devices: a
+    host has one, all of it, for one unit at a time."""
 
     cpus: int = 0
     memory: int = 0
     scratch: int = 0
+    devices: int = 0
 
     def __add__(self, other: Self) -> Resources:
         return Resources(
-            self.cpus + other.cpus, self.memory + other.memory, self.scratch + other.scratch
+            self.cpus + other.cpus,
+            self.memory + other.memory,
+            self.scratch + other.scratch,
+            self.devices + other.devices,
         )
 
     def __sub__(self, other: Self) -> Resources:
         return Resources(
-            self.cpus - other.cpus, self.memory - other.memory, self.scratch - other.scratch
+            self.cpus - other.cpus,
+            self.memory - other.memory,
+            self.scratch - other.scratch,
+            self.devices - other.devices,
         )
 
     def shortage(self, free: Resources) -> str | None:
         """The first resource of which this needs more than `free` has; None when it fits."""
-        for name in ("cpus", "memory", "scratch"):
+        for name in ("cpus", "memory", "scratch", "devices"):
             if getattr(self, name) > getattr(free, name):
                 return name
         return None
@@ -135,6 +143,7 @@ def free_resources(
         left.cpus,
         min(left.memory, available_memory - growth),
         min(budget.scratch, free_scratch) - held.scratch,
+        left.devices,
     )
 
 

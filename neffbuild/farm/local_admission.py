@@ -26,6 +26,8 @@ from neffbuild.farm.local import LocalExecutor
 from neffbuild.farm.reservations import FarmClaims, Reservations
 from neffbuild.farm.schedule import Waiting
 
+_DEVICES = 1
+"""Whether there is one is for the toolchain to say. What runs on it takes every core it can see."""
 _WATCH_SECONDS = 0.2
 _STATE_SECONDS = 1.0
 """How often the other farms are told what units of this one hold."""
@@ -124,7 +126,7 @@ class LocalAdmission:
             return Held("farms", "another farm on this host waits for its first unit to find room")
         holdings = [*self._holdings(), *(h for farm in others for h in farm.holdings)]
         free_scratch = int(self._host.free_scratch(self._folder) * self._fraction)
-        budget = Resources(self._cpus, int(self._total * self._fraction), free_scratch)
+        budget = Resources(self._cpus, int(self._total * self._fraction), free_scratch, _DEVICES)
         free = free_resources(budget, holdings, self._host.available_memory(), free_scratch)
         claims = [self._claim(waiting, budget) for waiting in due]
         place = choose(claims, free, self._ahead(), self._passed(due[0]))
@@ -174,6 +176,11 @@ class LocalAdmission:
                 f"{head}{name} needs {_size(claim.needs.memory)} of memory, "
                 f"{_size(free.memory)} of the {_size(budget.memory)} for compiles are free"
                 + self._whole_memory(),
+            )
+        if short == "devices":
+            return Held(
+                "devices",
+                f"{head}{name} needs this host's device, and another unit is compiled beside it",
             )
         return Held(
             "scratch",

@@ -103,7 +103,7 @@ def compile_units(
         dispatch = Dispatch(executor, admission, store, farm, job, on_event, group_of)
         dispatch.work_off(
             [
-                Waiting(unit, _claim(expected[unit.key], farm))
+                Waiting(unit, _claim(unit, expected[unit.key], farm, toolchain))
                 for unit in longest_first(units, seconds)
             ],
             interrupts,
@@ -130,6 +130,11 @@ def _expected(
     return expectations(units, read_measured(store), lambda shape: prior(config, shape))
 
 
-def _claim(expectation: Expectation, farm: FarmConfig) -> Claim:
-    needs = Resources(farm.cpus, farm.memory or expectation.memory_bytes, expectation.scratch_bytes)
+def _claim(unit: Unit, expectation: Expectation, farm: FarmConfig, toolchain: Toolchain) -> Claim:
+    needs = Resources(
+        farm.cpus,
+        farm.memory or expectation.memory_bytes,
+        expectation.scratch_bytes,
+        devices=int(toolchain.capabilities.device_for(unit.config, unit.shape) is not None),
+    )
     return Claim(needs, expectation.seconds)
