@@ -81,24 +81,37 @@ def family_recipe(
     `num_kv_blocks` is the size of the KV pool in blocks, or None where programs keep it symbolic.
     `rank_scope` names the ranks that share the program (`neffbuild.grid.ranks`).
     """
-    draft = config.draft_model if family in _DRAFT_FAMILIES else None
     return {
         "schema": SCHEMA,
         "kind": "unit",
         "rank_scope": rank_scope,
         "model": dict(config.model.architecture),
-        "draft_model": dict(draft.architecture) if draft else None,
         "auxiliary_layers": auxiliary_layers(config),
         "num_kv_blocks": "symbolic" if num_kv_blocks is None else num_kv_blocks,
-        "serve": serve_ingredient(config.serve, family),
         "vllm_version": VLLM_VERSION,
         "toolchain": identity.document(),
+        **_of_family(config, family),
+    }
+
+
+def _of_family(config: BuildConfig, family: Family) -> dict[str, Any]:
+    """The ingredients in which families of one config differ."""
+    draft = config.draft_model if family in _DRAFT_FAMILIES else None
+    return {
+        "draft_model": dict(draft.architecture) if draft else None,
+        "serve": serve_ingredient(config.serve, family),
     }
 
 
 def unit_recipe(shared: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
     """The recipe of one unit: its family's shared part and its shape."""
     return {**shared, "shape": shape.document()}
+
+
+def beside_recipe(recipe: Mapping[str, Any], config: BuildConfig, shape: Shape) -> dict[str, Any]:
+    """The recipe of another unit of `config` than the one that `recipe` is of, of any family: for the same
+    ranks, by the same toolchain, of no filed graph."""
+    return unit_recipe({**recipe, **_of_family(config, shape.family)}, shape)
 
 
 def graph_recipe(

@@ -9,6 +9,9 @@ PASSED = (
     "HOME",
     "LANG",
     "LD_LIBRARY_PATH",
+    # Which cores of a device this process was given: by a person, a container, or Ray for a task.
+    "NEURON_RT_VISIBLE_CORES",
+    "NEURON_RT_NUM_CORES",
     # Not read by any compiler: it is where processes of this host find each other's locks.
     "XDG_RUNTIME_DIR",
 )

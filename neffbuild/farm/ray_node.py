@@ -27,8 +27,6 @@ from neffbuild.toolchain.base import Unit
 from neffbuild.toolchain.registry import load_toolchain
 
 _LOOK_SECONDS = 0.2
-_DEVICES = "NEURON_RT_VISIBLE_CORES"
-"""Set by Ray: which cores of the node this task was given."""
 _MUST_AGREE = ("toolchain", "route", "engine", "target", "versions", "source_digest")
 
 
@@ -168,10 +166,7 @@ def _environment(order: Order) -> dict[str, str]:
     """The worker's environment: this node's, with the keyed variables of the plan. Credentials are the
     node's own, never the driver's."""
     keyed = order.job.unit.recipe["toolchain"].get("environment", {})
-    environment = worker_environment(os.environ, keyed, order.store_url)
-    if _DEVICES in os.environ:
-        environment[_DEVICES] = os.environ[_DEVICES]
-    return environment
+    return worker_environment(os.environ, keyed, order.store_url)
 
 
 def _ended(result: UnitResult | Busy) -> Ended:

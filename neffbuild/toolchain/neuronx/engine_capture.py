@@ -19,7 +19,7 @@ from typing import Any
 from neffbuild.cache.canonical import digest_document, digest_file
 from neffbuild.cache.layouts.layout import entry_file
 from neffbuild.cache.layouts.vllm_neuron import NAME
-from neffbuild.cache.recipe import recipe_key, unit_recipe
+from neffbuild.cache.recipe import beside_recipe, recipe_key
 from neffbuild.config.errors import NeffbuildError, ToolchainRefusal
 from neffbuild.grid.shapes import Shape
 from neffbuild.toolchain.base import BESIDE, Artifact, Capabilities, OtherArtifact, Unit
@@ -40,6 +40,7 @@ from neffbuild.toolchain.neuronx.engine_config import (
 )
 from neffbuild.toolchain.neuronx.engine_entries import RowUnits
 from neffbuild.toolchain.neuronx.engine_start import engine_failure, model_folder, run_engine
+from neffbuild.toolchain.neuronx.hosts import neuron_devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def make_start(unit: Unit, capabilities: Capabilities) -> Start:
     beside a device and this host has none.
     """
     device = capabilities.device_for(unit.config, unit.shape)
-    if device == NEURON and not any(Path("/dev").glob("neuron*")):
+    if device == NEURON and not neuron_devices():
         raise ToolchainRefusal(
             f"{unit.bucket_name} is captured beside a Neuron device, and this host has none (/dev/neuron*): "
             "vLLM Neuron does not compile speculation without",
@@ -100,11 +101,11 @@ def row_units(unit: Unit, capabilities: Capabilities) -> RowUnits:
 
 
 def row_recipes(unit: Unit, row: RowUnits) -> dict[Shape, dict[str, Any]]:
-    """The recipes of the other units of a unit's row, as far as they are of its family."""
+    """The recipes of the other units of a unit's row, of all families."""
     return {
-        shape: unit_recipe(unit.recipe, shape)
+        shape: beside_recipe(unit.recipe, unit.config, shape)
         for shape, _ in row.units
-        if shape != unit.shape and shape.family is unit.shape.family
+        if shape != unit.shape
     }
 
 

@@ -23,15 +23,21 @@ _LONGEST_LINE = 300
 _OF_THE_COMPILER = re.compile(
     r"neuronx-cc compilation failed with (-?\d+)|\[F1(?:34|37|39)\]|NCC_[A-Z]{3,6}\d{3}"
 )
+_SEE_LOG = "what it said before is in the unit's log"
 _SAID = (
     # What it means comes before what it leads to: any exception ends in FATAL.
-    (re.compile(r"Shared compilation timeout after"), FailureClass.TIMEOUT),
-    (re.compile(r"Lock holder process died"), FailureClass.COMPILER_ERROR),
-    (re.compile(r"Model graph extraction failed for"), FailureClass.COMPILER_ERROR),
-    (re.compile(r"Parallel trace fork failed \(rank="), FailureClass.COMPILER_ERROR),
-    (re.compile(r"\bFATAL:"), FailureClass.COMPILER_ERROR),
+    (
+        re.compile(r"Logical Neuron Core\(s\) not available"),
+        FailureClass.COMPILER_ERROR,
+        "end what else runs on this host's device, or give the farm cores of its own "
+        "(NEURON_RT_VISIBLE_CORES), tensor_parallel_size of them",
+    ),
+    (re.compile(r"Shared compilation timeout after"), FailureClass.TIMEOUT, _SEE_LOG),
+    (re.compile(r"Lock holder process died"), FailureClass.COMPILER_ERROR, _SEE_LOG),
+    (re.compile(r"Model graph extraction failed for"), FailureClass.COMPILER_ERROR, _SEE_LOG),
+    (re.compile(r"Parallel trace fork failed \(rank="), FailureClass.COMPILER_ERROR, _SEE_LOG),
+    (re.compile(r"\bFATAL:"), FailureClass.COMPILER_ERROR, _SEE_LOG),
 )
-_SEE_LOG = "what it said before is in the unit's log"
 
 
 def model_folder(model: ModelConfig, folder: Path) -> str:
@@ -77,11 +83,11 @@ def engine_failure(ended: Ended) -> CompilerFailure | None:
         return None
     if found := _last(_OF_THE_COMPILER, ended.output):
         return failure_of(int(found[1] or 1), ended.output)
-    for words, failure in _SAID:
+    for words, failure, hint in _SAID:
         if found := _last(words, ended.output):
             line = _line(ended.output, found.start())
             return CompilerFailure(
-                f"vLLM Neuron ended {_how(ended.status)}: {line}", hint=_SEE_LOG, failure=failure
+                f"vLLM Neuron ended {_how(ended.status)}: {line}", hint=hint, failure=failure
             )
     if ended.status in (-signal.SIGKILL, 128 + signal.SIGKILL):
         return CompilerFailure(

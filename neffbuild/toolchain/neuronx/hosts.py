@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from neffbuild.toolchain.neuronx.versions import (
     may_be,
 )
 
-_DEVICE = Path("/dev/neuron0")
+_DEVICES = Path("/dev")
+_DEVICE = re.compile(r"neuron\d+")
+_ANY = "/dev/neuron*"
 _RUNTIME = Path("/opt/aws/neuron/lib/libnrt.so.1")
 """Where the package aws-neuronx-runtime-lib puts it."""
 _OF_ENGINES = ("nki", "libtorch-neuronx-lite", "torch-neuronx", "vllm-neuron")
@@ -35,11 +38,18 @@ _LACKING = {
 """What each of `_OF_ENGINES` would be needed for."""
 
 
+def neuron_devices() -> list[str]:
+    """The Neuron devices that this process can see. A container may be given some of its host's, and not
+    the first."""
+    found = [path for path in _DEVICES.iterdir() if _DEVICE.fullmatch(path.name)]
+    return [str(path) for path in sorted(found, key=lambda path: (len(path.name), path.name))]
+
+
 def runtime_refusal() -> str:
     """Why NEFFs are not loaded here."""
-    if not _RUNTIME.exists() or not _DEVICE.exists():
-        missing = _RUNTIME if not _RUNTIME.exists() else _DEVICE
-        return f"NEFFs run on a host with Neuron's runtime and a Neuron device: there is no {missing} here"
+    lacking = [*([] if _RUNTIME.exists() else [_RUNTIME]), *([] if neuron_devices() else [_ANY])]
+    if lacking:
+        return f"NEFFs run on a host with Neuron's runtime and a Neuron device: there is no {lacking[0]} here"
     return "neffbuild does not run NEFFs itself: vLLM Neuron loads them from its compile cache at its start"
 
 
@@ -117,10 +127,23 @@ def _device() -> list[Finding]:
     return [
         Finding(
             subject,
-            path.exists(),
-            str(path) if path.exists() else f"no {path}; compiling needs none",
+            bool(found),
+            ", ".join(found) or f"no {place}; {without}",
             "serve on a Trainium or Inferentia instance",
             needed=False,
         )
-        for subject, path in (("Neuron device", _DEVICE), ("Neuron runtime", _RUNTIME))
+        for subject, found, place, without in (
+            (
+                "Neuron device",
+                neuron_devices(),
+                _ANY,
+                "compiling needs none, but for speculation by engine vllm-neuron",
+            ),
+            (
+                "Neuron runtime",
+                [str(_RUNTIME)] if _RUNTIME.exists() else [],
+                _RUNTIME,
+                "compiling needs none",
+            ),
+        )
     ]
