@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import standin
 from cli_samples import MODEL, Project, Ran
+from device_host import DeviceHost
+
+from neffbuild.cache.directory import DirectoryStore
+from neffbuild.cache.layouts.layout import layout_file
+from neffbuild.cache.layouts.vllm_neuron import NAME
+from neffbuild.toolchain.neuronx.hlo_shapes import parameter_shapes
 
 PLUGIN = Path(__file__).parent / "plugin"
 XLA: Mapping[str, Any] = {
@@ -33,6 +40,21 @@ class EngineProject(Project):
         self.environment["PATH"] = f"{self.tools}:{self.environment['PATH']}"
         self.environment["PYTHONPATH"] = str(PLUGIN)
         self.control = root / "control.json"
+        self.host: DeviceHost | None = None
+
+    def start(self, *words: str, **options: Any) -> subprocess.Popen[bytes]:
+        if self.host is not None:
+            options = {"prefix": self.host.prefix, **options}
+        return super().start(*words, **options)
+
+    def attach(self, name: str = "neuron0", *, chip: str = "trn2", cores: int = 4) -> Path:
+        """From now on there is this device beside what is run; the file that it is. Checkpoints too, which
+        a start beside a device reads."""
+        if self.host is None:
+            self.host = DeviceHost(self.root / "dev")
+            for model in ("model", "draft"):
+                (self.root / model / "model.safetensors").write_bytes(b"weights")
+        return self.host.add(name, chip=chip, cores=cores)
 
     def configure(
         self,
@@ -95,6 +117,24 @@ def causes(ran: Ran) -> dict[str, tuple[str, str]]:
         for unit in ran.document["units"]
         if unit["outcome"] == "failed"
     }
+
+
+def stored_tree(project: EngineProject, key: str, folder: Path) -> dict[str, Path]:
+    """The engine's files of an entry, under the names they have in its cache."""
+    store = DirectoryStore(project.cache)
+    files = {}
+    for name, record in project.entries()[key]["files"].items():
+        inside = layout_file(NAME, name)
+        assert inside is not None
+        path = files[inside] = folder / inside
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(store.blob_path(record["digest"]).read_bytes())
+    return files
+
+
+def block_tables(graph: Path) -> set[tuple[int, ...]]:
+    parameters = parameter_shapes(graph.read_bytes())
+    return {one.dims for one in parameters if one.integer and len(one.dims) == 2}
 
 
 WINDOWED = {

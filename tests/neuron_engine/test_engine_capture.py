@@ -15,37 +15,19 @@ from engine_project import (
     UNITS,
     WINDOWED,
     EngineProject,
+    block_tables,
     causes,
     graph_name,
     outcomes,
+    stored_tree,
 )
 
-from neffbuild.cache.directory import DirectoryStore
-from neffbuild.cache.layouts.layout import State, layout_file
+from neffbuild.cache.layouts.layout import State
 from neffbuild.cache.layouts.tree import Tree
-from neffbuild.cache.layouts.vllm_neuron import NAME, VllmNeuron
-from neffbuild.toolchain.neuronx.hlo_shapes import parameter_shapes
+from neffbuild.cache.layouts.vllm_neuron import VllmNeuron
 
 # The longest of a row is started first, and leaves the others beside it.
 ALL_DONE = {name: "built" if name.endswith("4096") else "cached" for name in UNITS}
-
-
-def stored_tree(project: EngineProject, key: str, folder: Path) -> dict[str, Path]:
-    """The engine's files of an entry, under the names they have in its cache."""
-    store = DirectoryStore(project.cache)
-    files = {}
-    for name, record in project.entries()[key]["files"].items():
-        inside = layout_file(NAME, name)
-        assert inside is not None
-        path = files[inside] = folder / inside
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(store.blob_path(record["digest"]).read_bytes())
-    return files
-
-
-def block_tables(graph: Path) -> set[tuple[int, ...]]:
-    parameters = parameter_shapes(graph.read_bytes())
-    return {one.dims for one in parameters if one.integer and len(one.dims) == 2}
 
 
 def test_a_start_compiles_a_row_and_each_unit_gets_its_entry(

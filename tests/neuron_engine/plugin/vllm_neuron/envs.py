@@ -26,6 +26,7 @@ def is_xla() -> bool:
 
 
 def target() -> str:
+    """That of the device is asked for where nothing says it; a farm says it."""
     return os.environ["NEURON_PLATFORM_TARGET_OVERRIDE"]
 
 

@@ -29,7 +29,8 @@ _ARGUMENTS = (
 
 def create_cache_hash(graph: Graph) -> str:
     """Neither the root nor the rank is in it."""
-    parts = [graph.fx_text, graph.inputs_text, *_ARGUMENTS, envs.target()]
+    arguments = _ARGUMENTS if graph.with_options else ()
+    parts = [graph.fx_text, graph.inputs_text, *arguments, envs.target()]
     return hashlib.md5("|".join(parts).encode()).hexdigest()
 
 

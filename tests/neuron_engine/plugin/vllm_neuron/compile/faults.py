@@ -1,5 +1,6 @@
 """How a start misbehaves: a JSON object of the names below. Graphs are named `decode_b<rows>_w<columns>`
-(columns of the block table) and `prefill_s<tokens>`."""
+(columns of the block table) and `prefill_s<tokens>`; with speculation `decode_b<rows>_s<query>_w<columns>`,
+`draft_b…` and `draft_prefill_s<tokens>` too."""
 
 from __future__ import annotations
 
@@ -19,6 +20,9 @@ class Faults:
         self.other_order = bool(orders.get("other_order"))
         self.extra = bool(orders.get("extra"))
         self.needs_checkpoint = bool(orders.get("needs_checkpoint"))
+        self.no_drafts = bool(orders.get("no_drafts"))
+        self.load_fails = bool(orders.get("load_fails"))
+        self.more_drafts = int(orders.get("more_drafts", 0))
 
     @classmethod
     def read(cls, control: str | None) -> Faults:
@@ -45,6 +49,8 @@ class Faults:
             )
 
     def at_compile(self, label: str) -> None:
+        if self._names("compiles_for_ever", label):
+            time.sleep(600)
         if self._names("killed", label):
             os.kill(os.getpid(), signal.SIGKILL)
 
