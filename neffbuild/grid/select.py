@@ -233,13 +233,15 @@ def _override_of(policy: PostTransferPolicy) -> Override:
 def verified_drafts(bucketer: Bucketer, step: Step, shapes: StepShapes) -> list[int]:
     """How many drafts (placeholders included) each row of a decode step verifies in the chosen target
     program. It computes one token more; what a uniform program is wider than that holds placeholders."""
-    with_spec = shapes.target is not None and shapes.target.family is Family.TARGET_WITH_SPEC
-    if not with_spec or not step.rows:
+    target = shapes.target
+    if target is None or target.family is not Family.TARGET_WITH_SPEC or not step.rows:
         return [0] * len(step.rows)
     longest, spec_tokens = _longest_with_drafts(bucketer), bucketer.num_speculative_tokens
     padded = step.post_transfer_policy == PostTransferPolicy.PADDED
     rows = by_column(step.rows)
-    if max(rows.num_computed_tokens) <= longest and not (padded and any(rows.post_transfer)):
+    # A program's context holds every row of its step.
+    all_short = target.context_len <= longest or max(rows.num_computed_tokens) <= longest
+    if all_short and not (padded and any(rows.post_transfer)):
         return list(rows.num_drafts)
     by_row = zip(rows.num_computed_tokens, rows.num_drafts, rows.post_transfer, strict=True)
     return [

@@ -133,7 +133,8 @@ def _holds(block_table: NDArray[np.integer], rows: int) -> bool:
 
 def _check_vocabulary(buffers: StepBuffers, rows: int, field: str) -> None:
     # Without a sign what is below 0 is above all else, and one look finds both.
-    if rows and int(buffers.unsigned_ids[:rows].max()) >= buffers.vocab_size:
+    largest = np.maximum.reduce(buffers.unsigned_ids[:rows], axis=None, initial=0)
+    if largest >= buffers.vocab_size:
         ids = buffers.input_ids[:rows]
         bad = int(ids[(ids < 0) | (ids >= buffers.vocab_size)][0])
         raise ConfigError(

@@ -90,8 +90,8 @@ class GroupBuffers:
 @dataclass(frozen=True, slots=True)
 class StepBuffers:
     """`inputs` are bound to the program; the rest is views of them, and what does not change: `queries`
-    counts the tokens of a row. `groups` in the order of the program's tables. Ids are below `vocab_size`,
-    positions below `context_len`."""
+    counts the tokens of a row, `unsigned_ids` are `input_ids` without a sign. `groups` in the order of the
+    program's tables. Ids are below `vocab_size`, positions below `context_len`."""
 
     inputs: Inputs
     groups: tuple[GroupBuffers, ...]
@@ -99,12 +99,9 @@ class StepBuffers:
     positions: NDArray[np.int64]
     query_lens: NDArray[np.int32]
     queries: NDArray[np.int64]
+    unsigned_ids: NDArray[np.uint32]
     vocab_size: int
     context_len: int
-
-    @property
-    def unsigned_ids(self) -> NDArray[np.uint32]:
-        return self.input_ids.view(np.uint32)
 
     def place(
         self,
@@ -129,7 +126,8 @@ class StepBuffers:
             self.query_lens[:rows] = query_lens
             live = self.queries < query_lens[:, None]
             positions *= live
-        self.query_lens[rows:] = 0
+        if rows < len(self.query_lens):
+            self.query_lens[rows:] = 0
         for group in self.groups:
             full = block_table
             if group.window is not None and window_block_table is not None:
@@ -228,13 +226,15 @@ def _buffers(
     shape: DecodeShape,
     tensors: Mapping[str, Tensor],
 ) -> StepBuffers:
+    input_ids = inputs.input_ids.numpy()
     return StepBuffers(
         inputs=inputs,
         groups=tuple(groups),
-        input_ids=inputs.input_ids.numpy(),
+        input_ids=input_ids,
         positions=inputs.positions.numpy(),
         query_lens=inputs.query_lens.numpy(),
         queries=np.arange(inputs.input_ids.shape[1]),
+        unsigned_ids=input_ids.view(np.uint32),
         vocab_size=_vocab_size(tensors),
         context_len=shape.context_len,
     )
