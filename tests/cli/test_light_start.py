@@ -127,7 +127,7 @@ def test_a_second_compile_does_nothing_and_imports_no_torch(complete: tuple[Proj
 
 
 def test_help_costs_little(project: Project) -> None:
-    assert min(cpu_seconds(project, "--help") for _ in range(3)) < 0.4
+    assert any(cpu_seconds(project, "--help") < 0.4 for _ in range(3))
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
@@ -135,6 +135,5 @@ def test_a_plan_of_ten_thousand_units_takes_no_longer_than_a_glance(
     project: Project, large: str, options: list[str]
 ) -> None:
     assert "\n10000 units (10000 target): " in project.run("plan", large).out
-    seconds = min(cpu_seconds(project, "plan", large, *options) for _ in range(3))
     # 0.8 on a machine of its own; beside other work the same instructions take longer.
-    assert seconds < 1.6
+    assert any(cpu_seconds(project, "plan", large, *options) < 1.6 for _ in range(3))

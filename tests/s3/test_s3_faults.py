@@ -39,6 +39,12 @@ NAMES = [f"entries/{d[:2]}/{d}.json" for d in (digest_bytes(b"%d" % n) for n in 
 NewBucket = Callable[[S3Server], str]
 
 
+@pytest.fixture(autouse=True)
+def _short_first_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What passes at the second attempt need not be waited for as a busy server is."""
+    monkeypatch.setattr("neffbuild.cache.s3.retry.FIRST_CEILING", 0.02)
+
+
 @pytest.fixture
 def bucket(proxy: FaultProxy, new_bucket: NewBucket) -> str:
     return new_bucket(proxy.upstream)

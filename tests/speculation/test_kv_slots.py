@@ -21,7 +21,7 @@ from neffbuild.models.llama import KVCache
 UNIFORM, VARLEN = QueryLenSupport.UNIFORM, QueryLenSupport.VARLEN
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=14, deadline=None, derandomize=True)
 @given(
     st.sampled_from([random_pair, cyclic_pair]),
     st.integers(1, 5), SUPPORTS, POLICIES, joins(), BUDGETS, st.integers(0, 2**32),

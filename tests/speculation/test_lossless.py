@@ -76,7 +76,7 @@ def count_events(serving: Serving) -> None:
         event(step.shapes.draft_reason.value)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.integers(1, 5), SUPPORTS, POLICIES, joins(), BUDGETS, CHANCE, st.data())
 def test_a_random_draft_changes_no_token(
     spec_tokens, support, policy, requests, kind, chance, data
@@ -92,7 +92,7 @@ def test_a_random_draft_changes_no_token(
     count_events(serving)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.integers(1, 5), SUPPORTS, POLICIES, joins(), BUDGETS, CHANCE)
 def test_a_foreseeing_draft_is_accepted_whole_and_changes_no_token(
     spec_tokens, support, policy, requests, kind, chance
@@ -108,7 +108,7 @@ def test_a_foreseeing_draft_is_accepted_whole_and_changes_no_token(
     count_events(serving)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.integers(1, 5), SUPPORTS, POLICIES, joins(), BUDGETS, CHANCE)
 def test_a_draft_that_knows_the_target_is_right_wherever_its_buckets_change(
     spec_tokens, support, policy, requests, kind, chance
