@@ -13,8 +13,8 @@ from pathlib import Path
 
 from neffbuild.cache.layouts.adopting import examined
 from neffbuild.cache.layouts.layout import Found, State
-from neffbuild.cache.layouts.tree import Tree, Unsafe
-from neffbuild.cache.layouts.vllm_neuron import KERNEL_RESULTS, VllmNeuron
+from neffbuild.cache.layouts.tree import Names, Tree, Unsafe
+from neffbuild.cache.layouts.vllm_neuron import KERNEL_RESULTS, VllmNeuron, rank_folders
 from neffbuild.cache.layouts.vllm_neuron_rules import SENTINEL
 from neffbuild.grid.engine_entries import EngineEntry
 
@@ -32,6 +32,22 @@ def engine_entries(root: Path) -> Iterator[EngineEntry]:
         # Locks stay where entries were removed.
         if is_entry and (found.state is State.LOCKED or os.path.lexists(root / found.place)):
             yield engine_entry(tree, found)
+
+
+def empty_rank_folders(root: Path) -> list[str]:
+    """Folders of ranks in an engine's cache that hold nothing, by name. What cannot be listed is among the
+    entries."""
+    tree = Tree(root)
+    listed = _names(tree)
+    ranks = rank_folders(listed) if listed else []
+    return [rank for rank in ranks if _names(tree, rank) == Names((), (), ())]
+
+
+def _names(tree: Tree, folder: str = "") -> Names | None:
+    try:
+        return tree.names(folder)
+    except (Unsafe, OSError):
+        return None
 
 
 def engine_entry(tree: Tree, found: Found) -> EngineEntry:

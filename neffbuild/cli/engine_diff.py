@@ -23,7 +23,7 @@ def compare_with_engine(
     words: tuple[str, ...], cache: Path | None, log: Path | None, entries: Path | None
 ) -> tuple[dict[str, Any], str]:
     """The `neffbuild.diff/1` document of a config and what an engine says or left, and its text."""
-    from neffbuild.cache.engine_cache import engine_entries
+    from neffbuild.cache.engine_cache import empty_rank_folders, engine_entries
     from neffbuild.config.log_lines import read_lines
     from neffbuild.grid.engine_entries import compare_entries
     from neffbuild.grid.engine_log import read_engine_log
@@ -37,7 +37,9 @@ def compare_with_engine(
         engine = {"source": "log", "path": str(log), "starts": said.starts}
     else:
         assert entries is not None
-        conformance = compare_entries(expected, engine_entries(entries))
+        conformance = compare_entries(
+            expected, engine_entries(entries), empty_rank_folders(entries)
+        )
         engine = {"source": "cache", "path": str(entries)}
     document = _document(expected, config, engine, conformance)
     return document, _text(document, conformance)
@@ -54,7 +56,8 @@ def _expected(words: tuple[str, ...], cache: Path | None) -> tuple[Expected, Bui
     plan = plan_with(config, load_toolchain(config.toolchain.name), lambda keys: {})
     left_out = {one.shape: one.reason or "" for one in plan.units if one.need is Need.CANNOT_OCCUR}
     shapes = frozenset(one.shape for one in plan.units if one.shape not in left_out)
-    return Expected(config.serve, plan.bucketer, shapes, left_out), config
+    versions = plan.identity.versions
+    return Expected(config.serve, plan.bucketer, shapes, left_out, versions), config
 
 
 def _document(

@@ -23,8 +23,9 @@ KINDS: tuple[Kind, ...] = ("missing", "extra", "other_width", "setting", "failed
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """`name` is a bucket name, or the option that a `setting` is; `plan` and `engine` are the shapes,
-    where there are any; `detail` is for a person."""
+    """`name` is a bucket name; of a `setting` the option, or `version`; of what `failed` also a key in the
+    engine's cache, or what broke down. `plan` and `engine` are the shapes, where there are any; `detail` is
+    for a person."""
 
     kind: Kind
     name: str
@@ -56,12 +57,14 @@ class Conformance:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The programs of a plan; `cannot_occur` are the shapes it leaves out, with the reason."""
+    """The programs of a plan; `cannot_occur` are the shapes it leaves out, with the reason; `versions` are
+    those of the tools in its keys, as far as they are known."""
 
     serve: ServeConfig
     bucketer: Bucketer
     shapes: frozenset[Shape]
     cannot_occur: Mapping[Shape, str]
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def symbolic(self) -> SymbolicShape | None:
@@ -96,10 +99,13 @@ def shape_differences(
             differences.append(
                 Difference("other_width", plan.bucket_name, _width(plan, engine), plan, engine)
             )
-    some = " by every process" if len(compiled) > 1 else ""
     differences += [
         Difference(
-            "missing", one.bucket_name, f"planned, and not compiled by the engine{some}", plan=one
+            "missing",
+            one.bucket_name,
+            "planned, and not compiled by the engine"
+            + (" in every process" if one in anywhere else ""),
+            plan=one,
         )
         for one in missing
     ]
@@ -188,6 +194,11 @@ def bucket_names(shapes: Iterable[Shape]) -> tuple[str, ...]:
     return tuple(one.bucket_name for one in sorted(shapes, key=_order))
 
 
-def covered(shapes: Collection[Shape], compiled: Iterable[Shapes]) -> int:
-    """How many of the shapes are compiled."""
-    return len(frozenset(shapes).intersection(frozenset[Shape]().union(*compiled)))
+def covered(
+    shapes: Collection[Shape], compiled: Iterable[Shapes], differences: Iterable[Difference]
+) -> int:
+    """How many of the shapes are compiled, by every process that should."""
+    anywhere = frozenset[Shape]().union(*compiled)
+    return len(
+        anywhere.intersection(shapes).difference(one.plan for one in differences if one.plan)
+    )

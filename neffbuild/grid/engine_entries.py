@@ -9,6 +9,7 @@ target's hidden states.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from neffbuild.grid.conformance import (
     covered,
     shape_differences,
 )
+from neffbuild.grid.engine_ranks import found_by_ranks, rank_folder, with_ranks
 from neffbuild.grid.shapes import DecodeShape, Family, PrefillShape, Shape
 
 
@@ -56,12 +58,14 @@ _INPUT = re.compile(r"Input ([0-9]{1,6}):(?:\s+Shape: \(([0-9, ]{0,200})\))?")
 _PLACEHOLDER = re.compile(r"placeholder\[target=([^\[\]\s]{1,400})\]")
 
 
-def compare_entries(expected: Expected, entries: Iterable[EngineEntry]) -> Conformance:
-    """A plan and what lies in an engine's cache.
+def compare_entries(
+    expected: Expected, entries: Iterable[EngineEntry], empty_ranks: Iterable[str] = ()
+) -> Conformance:
+    """A plan and what lies in an engine's cache, in which the folders of `empty_ranks` hold nothing.
 
     Raises `ConfigError` where nothing of it can be told.
     """
-    shapes: set[Shape] = set()
+    held: defaultdict[str, set[Shape]] = defaultdict(set, {rank: set() for rank in empty_ranks})
     unread: dict[str, str] = {}
     differences: list[Difference] = []
     told = unfinished = 0
@@ -70,10 +74,11 @@ def compare_entries(expected: Expected, entries: Iterable[EngineEntry]) -> Confo
             detail = f"it says that it is finished, and is not: {entry.damage}"
             differences.append(Difference("failed", entry.name, detail))
         try:
-            shapes |= entry_shapes(expected.bucketer, entry)
+            shapes = entry_shapes(expected.bucketer, entry)
         except Unread as reason:
             unread[entry.name] = str(reason)
         else:
+            held[rank_folder(entry.name)] |= shapes
             told += 1
             unfinished += not entry.finished and entry.damage is None
     if not told:
@@ -85,21 +90,24 @@ def compare_entries(expected: Expected, entries: Iterable[EngineEntry]) -> Confo
             "example_inputs.txt and fxgraph.txt in each of them",
         )
     left_out: list[str] = []
-    for planned, compiled in (
-        (expected.decode, frozenset(one for one in shapes if not isinstance(one, PrefillShape))),
-        (expected.prefill, frozenset(one for one in shapes if isinstance(one, PrefillShape))),
-    ):
+    for planned, is_prefill in ((expected.decode, False), (expected.prefill, True)):
+        of_phase = {
+            folder: frozenset(one for one in shapes if isinstance(one, PrefillShape) is is_prefill)
+            for folder, shapes in held.items()
+        }
         if planned:
-            differences += shape_differences(expected, planned, [compiled], frozenset())
+            found = found_by_ranks(of_phase)
+            of_ranks = shape_differences(expected, planned, list(found.values()), frozenset())
+            differences += with_ranks(of_ranks, found)
         else:
-            left_out += bucket_names(compiled)
+            left_out += bucket_names(frozenset[Shape]().union(*of_phase.values()))
     notes = [f"{told} entries were read"]
     if unfinished:
         notes.append(
             f"{unfinished} of them are not finished: the engine compiles them at its start"
         )
     return Conformance(
-        covered(expected.shapes, [frozenset(shapes)]),
+        covered(expected.shapes, map(frozenset, held.values()), differences),
         tuple(differences),
         tuple(left_out),
         unread,

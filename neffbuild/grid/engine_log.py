@@ -171,7 +171,7 @@ class _Start:
             self._failures.setdefault((one.phase, one.target, one.stage), one)
         if not failures and not _MISS.search(line):
             for broken in breakdowns(line):
-                self._breakdowns.setdefault(broken.said + broken.more[:0], broken)
+                self._breakdowns.setdefault(broken.said, broken)
 
     def result(self, starts: int) -> EngineLog:
         failures = tuple(self._failures.values())

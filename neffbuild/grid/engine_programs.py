@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from neffbuild.config.errors import ConfigError
-from neffbuild.config.serve import ServeConfig
 from neffbuild.grid.bucketer import SPECULATION_FAMILIES
 from neffbuild.grid.conformance import (
     Conformance,
@@ -20,7 +19,9 @@ from neffbuild.grid.conformance import (
     covered,
     shape_differences,
 )
-from neffbuild.grid.engine_log import LOOKED_FOR, EngineLog, Failure, Pair, Targets
+from neffbuild.grid.engine_failures import Breakdown, Failure, Pair
+from neffbuild.grid.engine_log import LOOKED_FOR, EngineLog, Targets
+from neffbuild.grid.engine_options import VLLM, is_version, setting_differences
 from neffbuild.grid.shapes import DecodeShape, Family, PrefillShape, Shape, SymbolicShape
 
 BACKENDS = ("neffbuild", "neffbuild.runtime.backend.neffbuild_backend")
@@ -35,15 +36,16 @@ def compare_log(expected: Expected, log: EngineLog) -> Conformance:
     Raises `ConfigError` for a log that does not say what is compiled, or breaks off where what it says so
     far is as planned.
     """
-    if not (log.decode.named or log.prefill.named or log.failures):
-        if expected.symbolic and (log.settings or log.ranges):
-            return _compare_symbolic(expected, expected.symbolic, log)
+    says_shapes = log.decode.named or log.prefill.named or log.failures
+    if not says_shapes and expected.symbolic and (log.settings or log.ranges):
+        return _compare_symbolic(expected, expected.symbolic, log)
+    if not (says_shapes or log.breakdowns or log.misses):
         raise ConfigError(
             f"the log does not say what the engine compiles{_of_last(log)}",
             field="--engine-log",
             hint=f"log from the engine's start, at level INFO; looked for: {LOOKED_FOR}",
         )
-    differences = _setting_differences(expected.serve, log)
+    differences = setting_differences(expected, log)
     shapes: list[frozenset[Shape]] = []
     left_out: list[str] = []
     for planned, targets, other, shapes_of in (
@@ -59,12 +61,11 @@ def compare_log(expected: Expected, log: EngineLog) -> Conformance:
             # Of two phases an engine may skip one, and then does not mention it.
             compiled = [frozenset[Shape]()] if other.lists and not targets.named else lists
             differences += shape_differences(expected, planned, compiled, others)
-    differences += [_failed(failure) for failure in log.failures]
-    differences += [_not_allowed(key) for key in sorted(log.misses)]
+    differences += _failures(log)
     if not differences:
         _require_whole(expected, log)
     return Conformance(
-        covered(expected.shapes, shapes),
+        covered(expected.shapes, shapes, differences),
         tuple(differences),
         tuple(left_out),
         notes=tuple(_notes(expected, log)),
@@ -130,7 +131,7 @@ def _compare_symbolic(expected: Expected, planned: SymbolicShape, log: EngineLog
             )
     if own and why_not is None:
         why_not = "the engine compiles for ranges of token counts instead"
-    differences = _setting_differences(expected.serve, log)
+    differences = setting_differences(expected, log)
     if why_not is not None:
         differences.append(
             Difference("missing", planned.bucket_name, f"planned, but {why_not}", plan=planned)
@@ -143,6 +144,7 @@ def _compare_symbolic(expected: Expected, planned: SymbolicShape, log: EngineLog
         )
         for low, high in sorted(own)
     ]
+    differences += _failures(log)
     return Conformance(int(why_not is None), tuple(differences), notes=tuple(_notes(expected, log)))
 
 
@@ -155,29 +157,10 @@ def _told(log: EngineLog, option: str) -> int | None:
     return None
 
 
-def _setting_differences(serve: ServeConfig, log: EngineLog) -> list[Difference]:
-    planned: dict[str, int | str] = {
-        "max_model_len": serve.max_model_len,
-        "tensor_parallel_size": serve.tensor_parallel_size,
-        "decode_context_parallel_size": serve.decode_context_parallel_size,
-        "dtype": serve.dtype,
-        "num_speculative_tokens": serve.num_speculative_tokens,
-    }
-    told = {(name, value) for settings in log.settings for name, value in settings.options}
-    differences = [
-        Difference("setting", name, f"planned with {name} {planned[name]}; the engine has {value}")
-        for name, value in sorted(told, key=str)
-        if planned[name] != value
-    ]
-    if log.drafts and not serve.num_speculative_tokens and not differences:
-        differences.append(
-            Difference(
-                "setting",
-                "speculative_config",
-                "planned without; the engine captures the graphs of a draft",
-            )
-        )
-    return differences
+def _failures(log: EngineLog) -> Iterator[Difference]:
+    yield from map(_failed, log.failures)
+    yield from map(_broken_down, log.breakdowns)
+    yield from map(_not_allowed, sorted(log.misses))
 
 
 def _failed(failure: Failure) -> Difference:
@@ -188,6 +171,11 @@ def _failed(failure: Failure) -> Difference:
         else PrefillShape(Family.PREFILL, number, other).bucket_name
     )
     return Difference("failed", shape, f"its {failure.stage} failed: {failure.message}")
+
+
+def _broken_down(breakdown: Breakdown) -> Difference:
+    more = f": {breakdown.more}" if breakdown.more else ""
+    return Difference("failed", breakdown.name, f"the engine says: {breakdown.said}{more}")
 
 
 def _not_allowed(key: str) -> Difference:
@@ -236,6 +224,14 @@ def _notes(expected: Expected, log: EngineLog) -> Iterator[str]:
     if log.keys:
         hits = len(log.keys & log.hits)
         yield f"{len(log.keys)} programs by their cache keys, {hits} of them found in the engine's cache"
+    versions = sorted({one.version for one in log.settings})
+    if expected.symbolic and VLLM not in expected.versions and versions:
+        yield (
+            f"the engine is vLLM {', '.join(versions)}; for which the plan is cannot be told: pin "
+            f"toolchain.versions.{VLLM}"
+        )
+    elif VLLM in expected.versions and not all(map(is_version, versions)):
+        yield f"the engine does not know its version, which may be another than {expected.versions[VLLM]}"
     sizes = sorted({size for settings in log.settings for size in settings.capture_sizes})
     if sizes:
         yield f"graphs are captured, not compiled, for {', '.join(map(str, sizes))} tokens"

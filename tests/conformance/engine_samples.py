@@ -65,14 +65,17 @@ def vllm_config(
     max_seq_len: int = 4096,
     enforce_eager: bool = False,
     data_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    version: str = "0.32.0",
     process: str = "EngineCore pid=549",
 ) -> str:
     """vLLM's line of its whole config, shortened in places where nothing is looked for."""
     return said(
-        f"Initializing a V1 LLM engine (v0.32.0) with config: model='/srv/tiny', "
+        f"Initializing a V1 LLM engine (v{version}) with config: model='/srv/tiny', "
         f"speculative_config={speculation}, tokenizer='/srv/tiny', skip_tokenizer_init=False, "
         f"revision=None, trust_remote_code=False, dtype=torch.{dtype}, max_seq_len={max_seq_len}, "
-        "download_dir=None, load_format=auto, tensor_parallel_size=1, pipeline_parallel_size=1, "
+        "download_dir=None, load_format=auto, tensor_parallel_size=1, "
+        f"pipeline_parallel_size={pipeline_parallel_size}, "
         f"data_parallel_size={data_parallel_size}, decode_context_parallel_size=1, dcp_comm_backend=ag_rs, "
         f"quantization=None, enforce_eager={enforce_eager}, kv_cache_dtype=auto, device_config=cpu, "
         "structured_outputs_config=StructuredOutputsConfig(backend='auto', reasoning_parser=''), "

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
+from zlib import crc32
 
 import pytest
 from cli_samples import EAGLE3, INDUCTOR, Project, Ran
@@ -152,6 +154,8 @@ def test_ranks_that_disagree(project: Project, config: str) -> None:
     other = extracting(PAIRS[:-1], process="Worker_TP1 pid=4012")
     ran = with_log(project, config, extracting(PAIRS), other)
     assert found(ran) == {"missing": ["decode_b4_ctx4096"]}
+    assert ran.document["counts"]["matching"] == 5
+    assert ran.document["differences"][0]["detail"].endswith("by the engine in every process")
     assert "name different decode targets" in ran.document["notes"][0]
 
 
@@ -167,6 +171,28 @@ def test_a_log_of_several_starts(project: Project, config: str) -> None:
         ran = with_log(project, config, *right, *unfinished)
         assert ran.status == 2
         assert "it holds 2 starts, and only the last counts" in ran.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("Parallel trace fork failed (rank=0): child exited 1", "parallel trace"),
+        ("neuronx-cc compilation failed with 70. Check compiler logs.", "neuronx-cc"),
+        ("Compilation failed - terminating process for cleanup: no space", "compile"),
+        ("Cache key mismatch: expected 'a', found 'b'", "a"),
+        (f"Shared compilation timeout after 600.1s in /c/{'b' * 32}", "b" * 32),
+    ],
+)
+def test_what_failed_without_a_target_is_a_difference(
+    project: Project, config: str, line: str, name: str
+) -> None:
+    ran = with_log(project, config, extracting(PAIRS), said(line, level="ERROR"))
+    assert found(ran) == {"failed": [name]}
+    text = project.call("diff", config, "--engine-log", "serve.log").out
+    assert f"! {name}  the engine says: {line.partition('. ')[0].partition(' in ')[0]}" in text
+    assert text.endswith("6 programs as planned, 1 failed\n")
+    # It says enough where the log begins later, and the plan can then not be compared.
+    assert found(with_log(project, config, said(line, level="ERROR"))) == {"failed": [name]}
 
 
 def test_what_failed_is_a_difference(project: Project, config: str) -> None:
@@ -238,6 +264,38 @@ class TestPrefill:
         ]
 
 
+class TestReplicas:
+    """vLLM calls an engine that shares no collective with others one of one, however many there are."""
+
+    @pytest.mark.parametrize(
+        ("planned", "expert_parallel", "engine", "status"),
+        [(4, False, 1, 0), (4, True, 1, 1), (4, True, 4, 0), (4, False, 2, 1), (1, True, 4, 1)],
+    )
+    def test_their_number(
+        self, project: Project, planned: int, expert_parallel: bool, engine: int, status: int
+    ) -> None:
+        config = project.write(
+            toolchain=INDUCTOR, data_parallel_size=planned, enable_expert_parallel=expert_parallel
+        )
+        ran = with_log(project, config, vllm_config(data_parallel_size=engine), extracting(PAIRS))
+        assert ran.status == status, ran
+        if status:
+            assert found(ran) == {"setting": ["data_parallel_size"]}
+
+
+@pytest.mark.parametrize(
+    ("logged", "status"), [("0.24.0", 0), ("0.24.1+cpu", 0), ("0.21.0", 1), ("0.1.dev1+gabc", 0)]
+)
+def test_vllm_neuron_is_for_a_series_of_vllm(project: Project, logged: str, status: int) -> None:
+    versions = {"vllm-neuron": "0.24.0.1.1.0"}
+    toolchain = {"name": "neuronx", "target": "trn2", "phases": "decode", "versions": versions}
+    config = project.write(toolchain=toolchain)
+    ran = with_log(project, config, vllm_config(version=logged), extracting(PAIRS))
+    assert ran.status == status, ran
+    if status:
+        assert found(ran) == {"setting": ["version"]}
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -306,6 +364,9 @@ OTHER_PROGRAMS: dict[str, tuple[dict[str, Any], dict[str, list[str]]]] = {
     ),
     "another length": ({"max_seq_len": 8192}, {"setting": ["max_model_len"]}),
     "another type": ({"dtype": "float32"}, {"setting": ["dtype"]}),
+    "stages": ({"pipeline_parallel_size": 2}, {"setting": ["pipeline_parallel_size"]}),
+    "replicas": ({"data_parallel_size": 4}, {"setting": ["data_parallel_size"]}),
+    "another version": ({"version": "0.11.0"}, {"setting": ["version"]}),
 }
 
 
@@ -335,6 +396,59 @@ class TestVllm:
         ran = with_log(project, config, vllm_config(**changes), *VLLM_WARM_UP)
         assert found(ran) == differences
 
+    @pytest.mark.parametrize(
+        ("pin", "logged", "status"),
+        [
+            ("0.32.0", "0.32.0", 0),
+            ("0.32.0+cpu", "0.32.0", 0),
+            ("0.32.0", "0.32.0+cpu", 0),
+            ("0.32.0+cpu", "0.32.0+cu129", 0),
+            ("v0.32.0", "0.32.0", 0),
+            ("0.32.0", "0.32.1", 1),
+            ("0.32.0", "0.32.0rc1", 1),
+            ("0.32.0", "0.1.dev1+gabc1234", 1),
+            ("0.1.dev1+gabc1234", "0.1.dev1+gabc1234", 0),
+            ("0.1.dev1+gabc1234", "0.1.dev1+gabc1234.d20261130.cpu", 1),
+            ("0.1.dev1+gabc1234.cpu", "0.1.dev1+gabc1234", 0),
+            ("0.1.dev1+gabc1234", "0.1.dev1+gdef5678", 1),
+            ("0.1.dev1", "0.1.dev1+gdef5678", 0),
+            ("0.33.1rc2.dev123+g1234567", "0.33.1rc2.dev123+g1234567.precompiled", 0),
+        ],
+    )
+    def test_versions_that_differ(
+        self, project: Project, pin: str, logged: str, status: int
+    ) -> None:
+        toolchain = VLLM | {"versions": VLLM["versions"] | {"vllm": pin}}
+        config = project.write("v.yaml", toolchain=toolchain, additional_config=...)
+        ran = with_log(project, config, vllm_config(version=logged), *VLLM_WARM_UP)
+        assert ran.status == status, ran
+        if status:
+            assert found(ran) == {"setting": ["version"]}
+            text = project.call("diff", config, "--engine-log", "serve.log").out
+            assert f"~ version  planned for vLLM {pin}; the engine is vLLM {logged}" in text
+
+    def test_a_version_that_is_not_known_is_said(self, project: Project, config: str) -> None:
+        ran = with_log(project, config, vllm_config(version="dev"), *VLLM_WARM_UP)
+        assert ran.status == 0
+        [note] = ran.document["notes"]
+        assert "does not know its version, which may be another than 0.32.0" in note
+        pins = {tool: pin for tool, pin in VLLM["versions"].items() if tool != "vllm"}
+        unpinned = project.write(
+            "u.yaml", toolchain=VLLM | {"versions": pins}, additional_config=...
+        )
+        with patch("neffbuild.toolchain.inductor.identity.installed_vllm", return_value=None):
+            ran = with_log(project, unpinned, vllm_config(), *VLLM_WARM_UP)
+        assert ran.status == 0
+        [note] = ran.document["notes"]
+        assert "pin toolchain.versions.vllm" in note
+        with patch("neffbuild.toolchain.inductor.identity.installed_vllm", return_value="0.31.0"):
+            ran = with_log(project, unpinned, vllm_config(), *VLLM_WARM_UP)
+        assert found(ran) == {"setting": ["version"]}
+
+    def test_what_broke_down(self, project: Project, config: str) -> None:
+        line = "neuronx-cc compilation failed with 70. Check compiler logs."
+        assert found(with_log(project, config, vllm_config(), line)) == {"failed": ["neuronx-cc"]}
+
     def test_ranges_that_are_compiled_are_another(self, project: Project, config: str) -> None:
         line = said("Compiling a graph for compile range (1, 2048) takes 3.2 s")
         assert found(with_log(project, config, line)) == {
@@ -352,6 +466,9 @@ class TestVllm:
         names = found(with_log(project, config, extracting(PAIRS)))
         assert names["missing"] == ["step_any"]
         assert len(names["extra"]) == 6
+
+
+ALL, BUT_ONE = slice(None), slice(1, None)
 
 
 class TestCache:
@@ -440,6 +557,126 @@ class TestCache:
         write_entry(root / "dp0.rank1", 99, graph_inputs(bucketer, shapes[0]))
         ran = self.compared(project, config)
         assert (ran.status, ran.document["counts"]["matching"]) == (0, 6)
+
+    def fill_ranks(
+        self, project: Project, bucketer: Bucketer, held: dict[str, list[Shape]]
+    ) -> None:
+        for folder, shapes in held.items():
+            root = project.root / "compile_cache" / folder
+            root.mkdir(parents=True, exist_ok=True)
+            for shape in shapes:
+                key = crc32(repr(shape).encode())
+                write_entry(root, key, graph_inputs(bucketer, shape))
+
+    def test_what_one_rank_lacks_is_missing_in_it(
+        self, project: Project, config: str, bucketer: Bucketer, shapes: list[Shape]
+    ) -> None:
+        self.fill_ranks(project, bucketer, {"rank0": shapes, "rank1": shapes[1:]})
+        ran = self.compared(project, config)
+        assert found(ran) == {"missing": ["decode_b1_ctx1024"]}
+        assert ran.document["counts"]["matching"] == 5
+        text = project.call("diff", config, "--engine-cache", "compile_cache").out
+        assert (
+            "- decode_b1_ctx1024  planned, and not compiled by the engine in every process: "
+            "not in rank1\n"
+        ) in text
+        assert text.endswith("compile_cache: 5 programs as planned, 1 missing\n")
+
+    @pytest.mark.parametrize(
+        ("holds", "named"),
+        [
+            ({"rank0": ALL, "rank1": ALL}, None),
+            # What is at the root is every rank's.
+            ({"": slice(1), "rank0": BUT_ONE, "rank1": BUT_ONE}, None),
+            ({"": ALL, "rank0": slice(0)}, None),
+            ({"rank0": ALL, "rank1": slice(0)}, "rank1"),
+            (
+                {"dp0.rank0": ALL, "dp0.rank1": BUT_ONE, "dp1.rank0": BUT_ONE},
+                "dp0.rank1, dp1.rank0",
+            ),
+            (
+                {"rank0": ALL} | {f"rank{rank}": BUT_ONE for rank in range(1, 33)},
+                "rank1, rank2, rank3, rank4 and 28 more",
+            ),
+        ],
+        ids=["none", "root and ranks", "an empty folder", "an empty rank", "two servers", "many"],
+    )
+    def test_which_ranks_lack_it(
+        self,
+        project: Project,
+        config: str,
+        bucketer: Bucketer,
+        shapes: list[Shape],
+        holds: dict[str, slice],
+        named: str | None,
+    ) -> None:
+        held = {folder: shapes[which] for folder, which in holds.items()}
+        self.fill_ranks(project, bucketer, held)
+        ran = self.compared(project, config)
+        if named is None:
+            assert (ran.status, ran.document["counts"]["matching"]) == (0, 6), ran
+        else:
+            assert set(found(ran)) == {"missing"}
+            details = [one["detail"] for one in ran.document["differences"]]
+            assert all(detail.endswith(f": not in {named}") for detail in details), details
+
+    def test_servers_of_prefill_and_of_decode_that_share_a_cache(self, project: Project) -> None:
+        toolchain = {"name": "neuronx", "target": "trn2"}
+        config = project.write("both.yaml", toolchain=toolchain)
+        plan = project.call("plan", config, "--json").document
+        bucketer = Bucketer.from_config(
+            load_config(project.root / config),
+            query_len_support=QueryLenSupport.VARLEN,
+        )
+        decode = [
+            gridded.shape
+            for gridded in expand(bucketer, WarmUp.FULL_PRODUCT).shapes
+            if isinstance(gridded.shape, DecodeShape)
+        ]
+        prefill: list[Shape] = [
+            PrefillShape(Family.PREFILL, one["num_batched_tokens"], one["kv_segment"])
+            for one in plan["units"]
+            if one["family"] == "prefill"
+        ]
+        held = {f"p.rank{rank}": prefill for rank in (0, 1)}
+        held |= {f"d.rank{rank}": decode for rank in (0, 1)}
+        self.fill_ranks(project, bucketer, held)
+        ran = self.compared(project, config)
+        assert (ran.status, ran.document["counts"]["matching"]) == (0, 7), ran
+        self.fill_ranks(project, bucketer, {"d.rank2": decode[1:]})
+        assert found(self.compared(project, config)) == {"missing": ["decode_b1_ctx1024"]}
+
+    def test_another_width_in_one_rank(
+        self, project: Project, config: str, bucketer: Bucketer, shapes: list[Shape]
+    ) -> None:
+        wider = DecodeShape(Family.TARGET, 4, 1, 8192)
+        self.fill_ranks(project, bucketer, {"rank0": shapes, "rank1": [*shapes[:-1], wider]})
+        ran = self.compared(project, config)
+        assert found(ran) == {"other_width": ["decode_b4_ctx4096"]}
+        assert ran.document["differences"][0]["detail"].endswith(
+            "the engine has context_len 8192: not in rank1"
+        )
+
+    def test_of_a_rank_that_cannot_be_read_nothing_is_known(
+        self, project: Project, config: str, bucketer: Bucketer, shapes: list[Shape]
+    ) -> None:
+        self.fill_ranks(project, bucketer, {"rank0": shapes})
+        for shape in range(6):
+            (project.root / "compile_cache" / "rank1" / f"{shape:032x}").mkdir(parents=True)
+        ran = self.compared(project, config)
+        assert ran.status == 1
+        assert not ran.document["different"]
+        assert ran.document["counts"]["unread"] == 6
+
+    def test_captures_inside_an_entry_are_of_one_program_for_all(
+        self, project: Project, config: str, bucketer: Bucketer, shapes: list[Shape]
+    ) -> None:
+        """A compile removes all but the first of them: they say nothing of the other ranks."""
+        root = self.fill(project, bucketer, shapes, below="rank0", finished=False)
+        for entry in sorted(root.iterdir())[:3]:
+            (entry / "rank1").mkdir()
+            (entry / "rank1" / "graph.hlo").write_bytes(b"hlo")
+        assert self.compared(project, config).status == 0
 
     def test_a_lock_without_an_entry_is_none(
         self, project: Project, config: str, bucketer: Bucketer, shapes: list[Shape]

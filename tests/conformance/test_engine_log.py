@@ -11,7 +11,8 @@ from engine_samples import PAIRS, extracting, prefilling, said, steps, vllm_conf
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from neffbuild.grid.engine_log import Failure, Targets, read_engine_log
+from neffbuild.grid.engine_failures import Breakdown, Failure
+from neffbuild.grid.engine_log import Targets, read_engine_log
 
 WHOLE = Targets(frozenset({frozenset(PAIRS)}))
 RANKS = [f"Worker_TP{rank} pid={4011 + rank}" for rank in range(4)]
@@ -174,6 +175,107 @@ def test_failures_are_told_once() -> None:
     )
 
 
+KEYS = ("0" * 31 + "1", "0" * 31 + "2")
+BREAKDOWNS = [
+    (
+        "Parallel trace fork failed (rank=3): lane 2 (pid 71) status=1: a\x07b",
+        Breakdown(
+            "parallel trace", "Parallel trace fork failed (rank=3)", "lane 2 (pid 71) status=1: a b"
+        ),
+    ),
+    (
+        "neuronx-cc compilation failed with 70. Check compiler logs.",
+        Breakdown("neuronx-cc", "neuronx-cc compilation failed with 70"),
+    ),
+    (
+        "neuronx-cc compilation failed with -9. Check compiler logs.",
+        Breakdown("neuronx-cc", "neuronx-cc compilation failed with -9"),
+    ),
+    (
+        f"Cache key mismatch: expected '{KEYS[0]}', found '{KEYS[1]}' in /c/{KEYS[0]}. The cache entry may",
+        Breakdown(KEYS[0], f"Cache key mismatch: expected '{KEYS[0]}', found '{KEYS[1]}'"),
+    ),
+    (
+        f"Shared compilation timeout after 600.1s in /c/{KEYS[1]}",
+        Breakdown(KEYS[1], "Shared compilation timeout after 600.1s"),
+    ),
+    (
+        "Lock holder process died - cache invalidated, please retry compilation",
+        Breakdown("compile lock", "Lock holder process died - cache invalidated"),
+    ),
+    (
+        f"Cannot save cache: local entry is incomplete at /c/{KEYS[0]}. Ensure compilation has",
+        Breakdown(KEYS[0], "Cannot save cache: local entry is incomplete"),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "breakdown"), BREAKDOWNS, ids=[one.name for _, one in BREAKDOWNS]
+)
+def test_what_broke_down_is_told_once(words: str, breakdown: Breakdown) -> None:
+    """As the error of one process, of another, in the traceback of a third, and as why the engine ends."""
+    end = f"Compilation failed - terminating process for cleanup: {words}"
+    log = read_engine_log(
+        [
+            said(words, level="ERROR"),
+            said(f"RuntimeError: {words}", process=RANKS[1], level="ERROR"),
+            said(end, level="ERROR", place="cache.py"),
+            f"FATAL: {words}",
+        ]
+    )
+    assert log.breakdowns == (breakdown,)
+
+
+def test_the_end_of_an_engine_tells_of_what_has_no_words_of_its_own() -> None:
+    end = "Compilation failed - terminating process for cleanup"
+    lines = [f"{end}: apply() takes no keyword arguments", f"{end}: [Errno 28] No space left", end]
+    log = read_engine_log(
+        [said(line, process=rank, level="ERROR") for line in lines for rank in RANKS]
+    )
+    assert log.breakdowns == tuple(Breakdown("compile", line) for line in lines)
+
+
+def test_what_names_a_target_or_a_key_is_no_breakdown_beside() -> None:
+    cause = "neuronx-cc compilation failed with 70. Check compiler logs."
+    miss = f"VLLM_NEURON_ASSERT_CACHE_HIT: remote compile cache miss for key {KEYS[0]}. All graphs"
+    log = read_engine_log(
+        [
+            f"RuntimeError: {cause}",
+            f"Model warmup failed for decode (batch=4, seq=4096). Error: {cause}",
+            f"Compilation failed - terminating process for cleanup: {miss}",
+        ]
+    )
+    assert (log.breakdowns, log.misses) == ((), {KEYS[0]})
+    assert [one.message for one in log.failures] == [cause]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"Remote fetch failed for key {KEYS[0]}: [Errno 5] — falling back to compile and store path",
+        f"Local cache miss for key: {KEYS[0]}",
+        f"Remote cache miss for key {KEYS[0]} — remote artifacts incomplete: /r/{KEYS[0]}",
+        "Lock holder process 71 died or changed - invalidating cache entry and cleaning up lock files",
+        "Waiting for shared compilation by process 71 (python3)",
+        f"Quarantined incomplete Neuron HLO cache key {KEYS[0]} at /c/x",
+        '    f"Parallel trace fork failed (rank={parent_rank}): {first_failure}"',
+        "    f\"Cache key mismatch: expected '{hash_key}', found '{metadata.cache_key}'\"",
+        '    f"neuronx-cc compilation failed with {status}. Check compiler logs."',
+    ],
+)
+def test_what_the_engine_recovers_from_is_no_failure(line: str) -> None:
+    log = read_engine_log([extracting(PAIRS), said(line, level="WARNING")])
+    assert (log.breakdowns, log.failures, log.misses) == ((), (), frozenset())
+
+
+def test_a_breakdown_of_an_earlier_start_is_no_matter_to_the_last() -> None:
+    broken = said("Parallel trace fork failed (rank=0): no", level="ERROR")
+    assert read_engine_log([*started(PAIRS), broken, *started(PAIRS)]).breakdowns == ()
+    log = read_engine_log([broken, *started(PAIRS)])
+    assert (log.starts, log.breakdowns) == (2, ())
+
+
 def test_cache_keys() -> None:
     one, two, three = ("0" * 31 + digit for digit in "123")
     log = read_engine_log(
@@ -197,6 +299,8 @@ def test_a_config_of_vllm() -> None:
     assert dict(settings.options) == {
         "max_model_len": 4096,
         "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
         "decode_context_parallel_size": 1,
         "dtype": "bfloat16",
         "num_speculative_tokens": 5,
@@ -215,6 +319,8 @@ FRAGMENTS = [
     vllm_config(),
     "Compiling a graph for compile range (1, 2048) takes 3.20 s",
     "Failed to warmup decode (batch=1, seq=4): ",
+    *(words for words, _ in BREAKDOWNS),
+    "Compilation failed - terminating process for cleanup: ",
     "[" * 50,
     "(" * 50,
     "99999999999999999999",

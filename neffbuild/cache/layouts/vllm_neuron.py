@@ -35,6 +35,7 @@ from neffbuild.cache.layouts.tree import (
     LONGEST_NAME,
     MOST_FILE_BYTES,
     NO_FOLDER,
+    Names,
     Tree,
     TreeFile,
 )
@@ -64,6 +65,11 @@ _MOST_GRAPH = 1 << 28
 """Bytes of a graph that is searched for kernels, in memory. Weights are in none."""
 
 
+def rank_folders(names: Names) -> list[str]:
+    """Those of the folders in a cache's root in which ranks have caches of their own."""
+    return [name for name in names.folders if _RANK.fullmatch(name)]
+
+
 class VllmNeuron:
     """See the module. `nki_root` is where the kernel binaries lie that graphs name below `NKI_ROOT`."""
 
@@ -78,7 +84,7 @@ class VllmNeuron:
         locked = {match[1] for name in names.files if (match := LOCK_NAME.fullmatch(name))}
         keys = set(filter(_KEY.fullmatch, (*names.folders, *names.files, *names.others)))
         yield from sorted(keys | locked)
-        for rank in filter(_RANK.fullmatch, names.folders):
+        for rank in rank_folders(names):
             below = tree.names(rank)
             inside = sorted((*below.folders, *below.files, *below.others))
             yield from (f"{rank}/{name}" for name in inside if _KEY.fullmatch(name))
