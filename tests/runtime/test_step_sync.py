@@ -23,7 +23,7 @@ from neffbuild.grid.ranks import COMPONENT_DP_SIZES, steps_are_synced
 from neffbuild.grid.select import IDLE, StepState
 from neffbuild.runtime.step_sync import RankLost, StepSync
 
-STEPS = 800
+STEPS = 2_000
 HERE = Path(__file__).parent
 
 
