@@ -25,7 +25,7 @@ from neffbuild.config.load import load_config
 from neffbuild.grid.bucketer import Bucketer
 from neffbuild.grid.kv_blocks import kv_bytes_per_position, kv_traffic, num_kv_blocks
 from neffbuild.grid.shapes import Family
-from neffbuild.grid.step import Row
+from neffbuild.grid.step import Rows
 from neffbuild.models.decode import (
     allocate_kv_caches,
     build_decoder,
@@ -83,7 +83,7 @@ class _Served:
     def batch(self, num_seqs: int, need: int) -> DecodeBatch:
         columns = -(-self.config.serve.max_model_len // self.config.serve.block_size)
         table = 1 + torch.arange(num_seqs * columns, dtype=torch.int32).view(num_seqs, columns)
-        return DecodeBatch([Row(need - 1)] * num_seqs, torch.arange(num_seqs), table)
+        return DecodeBatch(Rows([need - 1] * num_seqs), torch.arange(num_seqs), table)
 
 
 def _measure_batch(served: _Served, num_seqs: int, steps: int) -> None:

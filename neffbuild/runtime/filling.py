@@ -95,24 +95,16 @@ def fill_draft(buffers: StepBuffers, batch: DraftBatch) -> None:
 
 def _draft_token_ids(
     given: Tensor | None, brought: Sequence[int], columns: int
-) -> NDArray[np.integer] | int:
+) -> NDArray[np.integer]:
     """What a program verifies behind each row's token: its own drafts, and 0 where it has fewer."""
-    most = max(brought, default=0)
-    if given is None and not most:
-        return 0
-    drafts = np.zeros((0, 0), np.int32) if given is None else given.numpy()
     count = len(brought)
-    if drafts.ndim != 2 or len(drafts) != count or not most <= min(columns, drafts.shape[1]):
-        raise ConfigError(
-            f"rows bring up to {most} drafts each, draft_token_ids is "
-            f"{'left out' if given is None else list(drafts.shape)}, and the program verifies up to "
-            f"{columns} in each of {count} rows",
-            field="draft_token_ids",
-            hint="hand over the ids of every row's drafts, [rows, most drafts]; a step that was prepared "
-            "holds no more than it was prepared with",
-        )
-    if brought.count(columns) == count:
+    drafts = np.zeros((count, 0), np.int32) if given is None else given.numpy()
+    if drafts.ndim != 2 or len(drafts) != count:
+        raise _unfit_drafts(given, brought, columns)
+    if drafts.shape[1] >= columns and brought.count(columns) == count:
         return drafts[:, :columns]
+    if max(brought, default=0) > min(columns, drafts.shape[1]):
+        raise _unfit_drafts(given, brought, columns)
     own = np.array(brought)[:, None]
     if (fewest := int(own.min())) < 0:
         raise ConfigError(
@@ -127,14 +119,24 @@ def _draft_token_ids(
     return ids
 
 
+def _unfit_drafts(given: Tensor | None, brought: Sequence[int], columns: int) -> ConfigError:
+    return ConfigError(
+        f"rows bring up to {max(brought, default=0)} drafts each, draft_token_ids is "
+        f"{'left out' if given is None else list(given.shape)}, and the program verifies up to {columns} in "
+        f"each of {len(brought)} rows",
+        field="draft_token_ids",
+        hint="hand over the ids of every row's drafts, [rows, most drafts]; a step that was prepared holds "
+        "no more than it was prepared with",
+    )
+
+
 def _holds(block_table: NDArray[np.integer], rows: int) -> bool:
     return block_table.ndim == 2 and len(block_table) >= rows
 
 
 def _check_vocabulary(buffers: StepBuffers, rows: int, field: str) -> None:
     # Without a sign what is below 0 is above all else, and one look finds both.
-    largest = np.maximum.reduce(buffers.unsigned_ids[:rows], axis=None, initial=0)
-    if largest >= buffers.vocab_size:
+    if np.count_nonzero(buffers.unsigned_ids[:rows] >= buffers.vocab_size):
         ids = buffers.input_ids[:rows]
         bad = int(ids[(ids < 0) | (ids >= buffers.vocab_size)][0])
         raise ConfigError(

@@ -77,10 +77,10 @@ class GroupBuffers:
             if live is not None:
                 within *= live
         columns = within // block_size
-        blocks = self._blocks[self._rows[:count], columns]
         slots = self._slots[:count]
-        # Into int64, as positions are: blocks are int32 and slots need not fit.
-        np.subtract(blocks, columns, out=slots)
+        # In int64, as positions are: blocks are int32 and slots need not fit.
+        slots[:] = self._blocks[self._rows[:count], columns]
+        slots -= columns
         slots *= block_size
         slots += within
         if live is not None:
