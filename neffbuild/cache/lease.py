@@ -222,8 +222,10 @@ def _living(store: Store, listed: Listed, now: float) -> dict[str, Any] | None:
     try:
         content = parse_json(document.data, listed.name)
         holder = content["holder"]
-        gone = holder["processes"] == _processes() and not Path(f"/proc/{holder['pid']}").exists()
-    except (IntegrityError, KeyError, TypeError, AttributeError):
+        gone = holder["processes"] == _processes() and not _runs(
+            holder["pid"], holder.get("started")
+        )
+    except (IntegrityError, KeyError, TypeError, AttributeError, OverflowError):
         return None
     return None if gone else content
 
@@ -233,7 +235,37 @@ def _kind(listed: Listed) -> str:
 
 
 def _holder() -> dict[str, Any]:
-    return {"pid": os.getpid(), "host": socket.gethostname(), "processes": _processes()}
+    began = None
+    with contextlib.suppress(OSError):
+        _, began = _state(os.getpid())
+    return {
+        "pid": os.getpid(),
+        "started": began,
+        "host": socket.gethostname(),
+        "processes": _processes(),
+    }
+
+
+def _runs(pid: int, started: str | None) -> bool:
+    """Whether the process that began then still runs: its number may be another's by now."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    try:
+        state, began = _state(pid)
+    except OSError:
+        return True  # there, and not ours to look at
+    return state not in ("Z", "X") and started in (None, began)
+
+
+def _state(pid: int) -> tuple[str, str]:
+    """A process's state by its letter, and when it began, in ticks since boot."""
+    text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    fields = text.rpartition(")")[2].split()
+    return fields[0], fields[19]
 
 
 def _processes() -> str:

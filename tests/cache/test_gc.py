@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -337,6 +338,32 @@ class TestLeases:
         assert (claims.blobs, len(claims.ended)) == (frozenset(), 2)
         collect(store, Policy(), delete=True)
         assert list(store.list("leases/")) == []
+
+    def test_a_holder_that_nobody_has_waited_for_is_gone(self, store: DirectoryStore) -> None:
+        def die() -> int:
+            with leases.Lease(store, "use", {"blobs": ["b" * 64]}):
+                os.kill(os.getpid(), 9)
+            return 0
+
+        child = start_child(die)
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it stays, as a zombie
+        assert Path(f"/proc/{child}").exists()
+        assert not read_claims(store).writers
+        assert wait_for(child) == -9
+
+    @pytest.mark.parametrize("started", ["1", None])
+    def test_another_process_of_the_same_number_is_not_the_holder(
+        self, store: DirectoryStore, started: str | None
+    ) -> None:
+        with leases.Lease(store, "use", {"blobs": ["b" * 64]}) as lease:
+            document = store.read(lease.name)
+            assert document is not None
+            content = json.loads(document.data)
+            assert read_claims(store).writers
+            content["holder"]["started"] = started
+            store.replace(lease.name, json.dumps(content).encode(), document.version)
+            # What began at another time is another; where nothing is said, the number has to do.
+            assert read_claims(store).writers == (started is None)
 
     def test_a_lease_from_elsewhere_counts_until_it_runs_out(
         self, store: DirectoryStore, entries: list[Entry], monkeypatch: pytest.MonkeyPatch
