@@ -269,9 +269,13 @@ def _state(pid: int) -> tuple[str, str]:
 
 
 def _processes() -> str:
-    """What process ids of this boot and container mean nothing outside of."""
+    """What the numbers and start times of processes mean nothing outside of: this boot and container."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}:{Path('/proc/self/ns/pid').readlink()}"
+        if Path("/proc/self").readlink() == Path(str(os.getpid())):
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            spaces = [f"/proc/self/ns/{kind}" for kind in ("pid", "time")]
+            return ":".join([boot, *(os.readlink(one) for one in spaces if os.path.lexists(one))])
     except OSError:
-        return f"unknown:{os.urandom(16).hex()}"
+        pass
+    # Nothing here, or /proc is of other processes than ours: their numbers say nothing.
+    return f"unknown:{os.urandom(16).hex()}"

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from neffbuild.config.errors import ConfigError
-from neffbuild.config.values import shown
 from neffbuild.grid.step import Rows
 from neffbuild.models.decode import DraftInputs, WindowedDraftInputs
 from neffbuild.runtime.batch import DecodeBatch, DraftBatch
@@ -41,13 +40,15 @@ def fill_target(
         or (windows is not None and not _holds(windows, count))
     ):
         raise _unequal(buffers, batch, rows)
+    _check_vocabulary(token_ids, buffers.vocab_size, "token_ids")
     ids[:, 0] = token_ids
     query_lens = None
-    if drafts := ids.shape[1] - 1:
-        ids[:, 1:] = _draft_token_ids(batch.draft_token_ids, rows.num_drafts, drafts)
-        if verified is not None and verified.count(drafts) < count:
+    if columns := ids.shape[1] - 1:
+        drafts = _draft_token_ids(batch.draft_token_ids, rows.num_drafts, columns)
+        _check_vocabulary(drafts, buffers.vocab_size, "draft_token_ids")
+        ids[:, 1:] = drafts
+        if verified is not None and verified.count(columns) < count:
             query_lens = np.array(verified, dtype=np.int32) + np.int32(1)
-    _check_vocabulary(buffers, count, "token_ids")
     buffers.place(
         np.array(rows.num_computed_tokens, dtype=np.int64),
         query_lens,
@@ -57,8 +58,8 @@ def fill_target(
 
 
 def fill_draft(buffers: StepBuffers, batch: DraftBatch) -> None:
-    """Raises `ConfigError` as `fill_target` does, for starts beyond the program's context, and where
-    `buffers` are of no draft's program."""
+    """Raises `ConfigError` as `fill_target` does, for starts from which the program would go on beyond its
+    context, and where `buffers` are of no draft's program."""
     inputs = buffers.inputs
     if not isinstance(inputs, DraftInputs | WindowedDraftInputs):
         raise ConfigError(
@@ -80,17 +81,19 @@ def fill_draft(buffers: StepBuffers, batch: DraftBatch) -> None:
         or states.shape[2] != inputs.auxiliary_hidden_states.shape[2]
         or not most <= min(width, states.shape[1])
         or query_lens.min(initial=0) < 0
+        or starts.dtype.kind not in "iu"
+        or query_lens.dtype.kind not in "iu"
     ):
         raise _unequal_draft(buffers, batch)
     _check_reach(buffers, starts, query_lens)
-    live = np.arange(width) < query_lens[:, None]
+    token_ids = token_ids * (np.arange(width) < query_lens[:, None])
+    _check_vocabulary(token_ids, buffers.vocab_size, "token_ids")
     ids = buffers.input_ids[:count]
-    ids[:, :width] = token_ids * live
+    ids[:, :width] = token_ids
     ids[:, width:] = 0
-    _check_vocabulary(buffers, count, "token_ids")
     states = states[:, :width]
     inputs.auxiliary_hidden_states[:count, : states.shape[1]] = states
-    buffers.place(starts, query_lens, block_table[:count])
+    buffers.place(starts.astype(np.int64), query_lens.astype(np.int32), block_table[:count])
 
 
 def _draft_token_ids(
@@ -106,7 +109,7 @@ def _draft_token_ids(
     if max(brought, default=0) > min(columns, drafts.shape[1]):
         raise _unfit_drafts(given, brought, columns)
     own = np.array(brought)[:, None]
-    if (fewest := int(own.min())) < 0:
+    if (fewest := int(own.min(initial=0))) < 0:
         raise ConfigError(
             f"a row brings {fewest} drafts; allowed: integers from 0",
             field="num_drafts",
@@ -134,13 +137,21 @@ def _holds(block_table: NDArray[np.integer], rows: int) -> bool:
     return block_table.ndim == 2 and len(block_table) >= rows
 
 
-def _check_vocabulary(buffers: StepBuffers, rows: int, field: str) -> None:
+_UNSIGNED = {
+    np.dtype(f"{sign}{size}"): np.dtype(f"u{size}") for sign in "iu" for size in (1, 2, 4, 8)
+}
+
+
+def _check_vocabulary(ids: NDArray[np.integer], vocab_size: int, field: str) -> None:
+    unsigned = _UNSIGNED.get(ids.dtype)
+    if unsigned is None:
+        raise ConfigError(f"{field} are of dtype {ids.dtype}; allowed: integers", field=field)
     # Without a sign what is below 0 is above all else, and one look finds both.
-    if np.count_nonzero(buffers.unsigned_ids[:rows] >= buffers.vocab_size):
-        ids = buffers.input_ids[:rows]
-        bad = int(ids[(ids < 0) | (ids >= buffers.vocab_size)][0])
+    outside = ids.view(unsigned) >= vocab_size
+    if np.count_nonzero(outside):
+        bad = int(ids[outside][0])
         raise ConfigError(
-            f"token id {bad} is not in the vocabulary; allowed: 0 to {buffers.vocab_size - 1}",
+            f"token id {bad} is not in the vocabulary; allowed: 0 to {vocab_size - 1}",
             field=field,
             value=bad,
             hint="hand over placeholders as 0, or not at all: a row's own drafts are the first num_drafts",
@@ -150,14 +161,16 @@ def _check_vocabulary(buffers: StepBuffers, rows: int, field: str) -> None:
 def _check_reach(
     buffers: StepBuffers, starts: NDArray[np.integer], query_lens: NDArray[np.integer]
 ) -> None:
-    ends = (starts + query_lens)[query_lens > 0]
-    if ends.size and (ends.max() > buffers.context_len or starts[query_lens > 0].min() < 0):
-        raise ConfigError(
-            f"positions {shown((starts.tolist(), query_lens.tolist()))} (starts, counts) are not all within "
-            f"the program's context; allowed: 0 to {buffers.context_len - 1}",
-            field="starts",
-            hint="hand over the `draft` of the shapes selected for this step",
-        )
+    for start, count in zip(starts.tolist(), query_lens.tolist(), strict=True):
+        if count and not 0 <= start <= buffers.reach - count:
+            raise ConfigError(
+                f"a row adds {count} tokens from position {start} on, and the draft would go on beyond its "
+                f"program's context; allowed: up to position {buffers.reach - count}",
+                field="starts",
+                value=start,
+                hint="hand over the `draft` of the shapes selected for this step, and query_lens of 0 for "
+                "rows that get no drafts (`grid.select.proposes`)",
+            )
 
 
 def _unequal(buffers: StepBuffers, batch: DecodeBatch, rows: Rows) -> ConfigError:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from neffbuild.grid.bucketer import Bucketer
-from neffbuild.grid.shapes import DecodeShape
+from neffbuild.grid.shapes import DecodeShape, Family
 from neffbuild.models.decode import (
     DraftInputs,
     Inputs,
@@ -90,8 +90,8 @@ class GroupBuffers:
 @dataclass(frozen=True, slots=True)
 class StepBuffers:
     """`inputs` are bound to the program; the rest is views of them, and what does not change: `queries`
-    counts the tokens of a row, `unsigned_ids` are `input_ids` without a sign. `groups` in the order of the
-    program's tables. Ids are below `vocab_size`, positions below `context_len`."""
+    counts the tokens of a row. `groups` in the order of the program's tables. Ids are below `vocab_size`;
+    what a step adds to a row ends by position `reach`, a draft goes on from there."""
 
     inputs: Inputs
     groups: tuple[GroupBuffers, ...]
@@ -99,9 +99,8 @@ class StepBuffers:
     positions: NDArray[np.int64]
     query_lens: NDArray[np.int32]
     queries: NDArray[np.int64]
-    unsigned_ids: NDArray[np.uint32]
     vocab_size: int
-    context_len: int
+    reach: int
 
     def place(
         self,
@@ -155,7 +154,7 @@ def target_buffers(
     )
     groups = zip(windows, tables, inputs.slot_mappings, strict=True)
     of_groups = [_group(bucketer, shape, window, table, slots) for window, table, slots in groups]
-    return _buffers(inputs, of_groups, shape, tensors)
+    return _buffers(bucketer, shape, inputs, of_groups, tensors)
 
 
 def draft_buffers(
@@ -174,7 +173,7 @@ def draft_buffers(
         block_table=table.block_table, position_offset=table.position_offset
     )
     group = _group(bucketer, shape, window, table, windowed.slot_mapping)
-    return _buffers(windowed, [group], shape, tensors)
+    return _buffers(bucketer, shape, windowed, [group], tensors)
 
 
 def _vocab_size(tensors: Mapping[str, Tensor]) -> int:
@@ -194,7 +193,7 @@ def _one_table(
     table = _new_table(bucketer, shape, None)
     inputs = inputs._replace(block_table=table.block_table)
     group = _group(bucketer, shape, None, table, inputs.slot_mapping)
-    return _buffers(inputs, [group], shape, tensors)
+    return _buffers(bucketer, shape, inputs, [group], tensors)
 
 
 def _new_table(bucketer: Bucketer, shape: DecodeShape, window: int | None) -> TrimmedBlockTable:
@@ -221,20 +220,21 @@ def _group(
 
 
 def _buffers(
+    bucketer: Bucketer,
+    shape: DecodeShape,
     inputs: Inputs,
     groups: Sequence[GroupBuffers],
-    shape: DecodeShape,
     tensors: Mapping[str, Tensor],
 ) -> StepBuffers:
-    input_ids = inputs.input_ids.numpy()
+    # The first draft comes of what was added, each further one of the one before.
+    further = bucketer.num_speculative_tokens - 1 if shape.family is Family.DRAFT else 0
     return StepBuffers(
         inputs=inputs,
         groups=tuple(groups),
-        input_ids=input_ids,
+        input_ids=inputs.input_ids.numpy(),
         positions=inputs.positions.numpy(),
         query_lens=inputs.query_lens.numpy(),
         queries=np.arange(inputs.input_ids.shape[1]),
-        unsigned_ids=input_ids.view(np.uint32),
         vocab_size=_vocab_size(tensors),
-        context_len=shape.context_len,
+        reach=shape.context_len - further,
     )

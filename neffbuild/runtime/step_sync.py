@@ -8,6 +8,8 @@ prepare different steps learn it from the same reduce.
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from typing import Self
 
 import torch
@@ -106,6 +108,8 @@ class StepSync:
         if self._lost is not None:
             # Whether the peers still wait in the reduce that failed, nobody knows.
             raise self._lost
+        with contextlib.suppress(TypeError):
+            number = operator.index(number)
         if not isinstance(number, int) or number < 0:
             raise ConfigError(
                 f"step {shown(number)} is no number of a step; allowed: integers from 0",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -364,6 +366,27 @@ class TestLeases:
             store.replace(lease.name, json.dumps(content).encode(), document.version)
             # What began at another time is another; where nothing is said, the number has to do.
             assert read_claims(store).writers == (started is None)
+
+    def test_numbers_mean_nothing_where_proc_is_of_other_processes(
+        self, store: DirectoryStore
+    ) -> None:
+        """As with `unshare --pid` and /proc as it was: what is there under our number is another."""
+        code = (
+            "import sys; from pathlib import Path\n"
+            "from neffbuild.cache.directory import DirectoryStore\n"
+            "from neffbuild.cache.lease import Lease\n"
+            "store = DirectoryStore(Path(sys.argv[1]))\n"
+            "with Lease(store, 'use', {}) as lease: print(store.read(lease.name).data.decode())\n"
+        )
+        here = [sys.executable, "-c", code, str(store.root)]
+        elsewhere = ["unshare", "--map-root-user", "--pid", "--fork", *here]
+        if subprocess.run([*elsewhere[:4], "true"], capture_output=True, check=False).returncode:
+            pytest.skip("no process namespaces here")
+        said = [
+            json.loads(subprocess.run(words, capture_output=True, check=True).stdout)["holder"]
+            for words in (here, elsewhere)
+        ]
+        assert [one["processes"].startswith("unknown:") for one in said] == [False, True]
 
     def test_a_lease_from_elsewhere_counts_until_it_runs_out(
         self, store: DirectoryStore, entries: list[Entry], monkeypatch: pytest.MonkeyPatch

@@ -130,7 +130,7 @@ def test_what_propose_left_empty_may_be_handed_back(served: Served) -> None:
     assert served.dispatcher.run(batch).shapes.target.family is Family.TARGET_WITH_SPEC
 
 
-@pytest.mark.parametrize("bad", [-1, 1 << 20])
+@pytest.mark.parametrize("bad", [-1, 1 << 20, (1 << 32) + 5])
 def test_an_id_outside_the_vocabulary(served: Served, bad: int) -> None:
     rows = Rows([20, 30], num_drafts=[K, K])
     tokens = served.batch(rows, token_ids=torch.tensor([5, bad]))
@@ -138,6 +138,14 @@ def test_an_id_outside_the_vocabulary(served: Served, bad: int) -> None:
     for batch in (tokens, drafts):
         error = refused(served, lambda batch=batch: served.dispatcher.run(batch))
         assert f"token id {bad} is not in the vocabulary" in error.message
+
+
+def test_ids_that_are_no_integers(served: Served) -> None:
+    batch = served.batch(Rows([20, 30]), token_ids=torch.tensor([5.5, 6.0]))
+    assert (
+        "float32; allowed: integers"
+        in refused(served, lambda: served.dispatcher.run(batch)).message
+    )
 
 
 @pytest.mark.parametrize(
@@ -201,7 +209,10 @@ def test_a_prepared_step_holds_what_it_was_prepared_with(served: Served) -> None
         {"block_table": zeros(1, COLUMNS)},
         {"starts": torch.tensor([20, MAX_MODEL_LEN])},
         {"starts": torch.tensor([20, -1])},
+        {"starts": torch.tensor([20.0, 30.0])},
+        {"starts": torch.tensor([20, 2**63 - 1])},
         {"token_ids": torch.tensor([[5, -1], [7, 0]])},
+        {"token_ids": torch.tensor([[5, (1 << 32) + 6], [7, 0]])},
     ],
 )
 def test_a_drafts_batch(served: Served, parts: dict[str, Tensor]) -> None:
@@ -219,6 +230,28 @@ def test_a_drafts_batch_that_fits(served: Served) -> None:
     assert not drafts.requires_grad
     buffers = served.dispatcher.program(served.draft_shape()).buffers
     assert buffers.inputs.auxiliary_hidden_states.grad_fn is None
+
+
+@pytest.mark.parametrize("added", [1, 2])
+def test_a_draft_goes_on_within_its_context(served: Served, added: int) -> None:
+    """K tokens: the first after what was added, each of the others a position further."""
+    shape = served.draft_shape()
+    last = shape.context_len - (K - 1) - added
+    lens = torch.tensor([added, 0], dtype=torch.int32)
+    for start in (last, last + 1):
+        # The second row gets no drafts, wherever it is.
+        batch = served.draft_batch(starts=torch.tensor([start, 1 << 40]), query_lens=lens)
+        if start == last:
+            assert served.dispatcher.propose(shape, batch)[0].min() >= 0
+        else:
+            error = refused(served, lambda batch=batch: served.dispatcher.propose(shape, batch))
+            assert f"allowed: up to position {last}" in error.message
+
+
+def test_an_idle_rank_may_run_its_part_as_a_batch_without_rows(served: Served) -> None:
+    prepared = served.dispatcher.prepare(1, Step(Rows([20], num_drafts=[K])))
+    batch = served.batch(Rows([]), draft_token_ids=None)
+    assert served.dispatcher.run(batch, prepared).verified == []
 
 
 def test_a_targets_shape_proposes_nothing(served: Served) -> None:
@@ -257,6 +290,11 @@ def test_an_unknown_policy(served: Served) -> None:
 def test_an_unknown_fallback(served: Served) -> None:
     with pytest.raises(ConfigError, match="'smaller'; allowed: None, 'larger'"):
         Dispatcher(served.bucketer, None, {}, fallback="smaller")
+
+
+def test_a_number_of_numpys_is_one_of_a_step(served: Served) -> None:
+    step = Step(Rows([20]))
+    assert served.dispatcher.prepare(np.int64(3), step) == served.dispatcher.prepare(3, step)
 
 
 @pytest.mark.parametrize("number", [-1, 1.5, None])
