@@ -273,8 +273,8 @@ def _processes() -> str:
     try:
         if Path("/proc/self").readlink() == Path(str(os.getpid())):
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            spaces = [f"/proc/self/ns/{kind}" for kind in ("pid", "time")]
-            return ":".join([boot, *(os.readlink(one) for one in spaces if os.path.lexists(one))])
+            spaces = [Path(f"/proc/self/ns/{kind}") for kind in ("pid", "time")]
+            return ":".join([boot, *(str(one.readlink()) for one in spaces if one.is_symlink())])
     except OSError:
         pass
     # Nothing here, or /proc is of other processes than ours: their numbers say nothing.

@@ -13,7 +13,8 @@ from math import inf
 from typing import Self
 
 MOST_PASSES = 16
-"""Units that may start before one that does not fit yet."""
+"""Units that may start before one that does not fit yet. While it lacks a device others do not count: what
+they take does not keep the device from it, and another farm may have that for hours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,10 @@ class Resources:
             if getattr(self, name) > getattr(free, name):
                 return name
         return None
+
+    def lacks_device(self, free: Resources) -> bool:
+        """Whether this needs a device that `free` does not have: no other room helps it until then."""
+        return self.devices > free.devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,7 @@ def choose(
     first = waiting[0]
     if first.needs.shortage(free) is None:
         return 0
-    if passes >= MOST_PASSES:
+    if passes >= MOST_PASSES and not first.needs.lacks_device(free):
         return None
     start, spare = _start_of(first, free, running)
     for place, claim in enumerate(waiting[1:], start=1):
@@ -147,13 +152,16 @@ def free_resources(
     )
 
 
-def must_yield(starved_since: float | None, others: Iterable[float]) -> bool:
+def must_yield(starved_since: float | None, others: Iterable[float | None]) -> bool:
     """Whether a farm leaves what is free to another one of the host: to one that has no unit running and
     waits, so that each gets at least one at a time, the one that has waited longest first.
 
-    `others` are since when those do; `starved_since` since when this one does, None while it runs units.
+    `others` are since when those do, None for one that does not; `starved_since` since when this one does,
+    None while it runs units.
     """
-    return any(starved_since is None or since < starved_since for since in others)
+    return any(
+        since is not None and (starved_since is None or since < starved_since) for since in others
+    )
 
 
 def memory_floor(total: int) -> int:

@@ -63,6 +63,7 @@ class LocalAdmission:
         self._is_bounded = by_cpus < min(self.asked, units)
         self._running: dict[str, _Held] = {}
         self._starved_since: float | None = None
+        self._lacks_device = False
         self._is_short = False
         self._first = ""
         self._passes = 0
@@ -89,7 +90,7 @@ class LocalAdmission:
             if others is None:
                 return Held("farms", "another farm on this host does not let go of their lock")
             decision = self._decide(due, others)
-            self._state(FarmClaims(self._holdings(), self._starved_since))
+            self._state(self._claims())
         return decision
 
     def release(self, key: str) -> None:
@@ -114,25 +115,27 @@ class LocalAdmission:
             others = [held for farm in self._reservations.others() for held in farm.holdings]
             self._end(to_be_ended([*self._holdings(), *others], available, self._total), available)
         if self._is_short or now > self._stated + _STATE_SECONDS:
-            self._state(FarmClaims(self._holdings(), self._starved_since))
+            self._state(self._claims())
 
     def _decide(self, due: Sequence[Waiting], others: Sequence[FarmClaims]) -> Admitted | Held:
         if self._running:
             self._starved_since = None
         elif self._starved_since is None:
             self._starved_since = time.monotonic()
-        starved = [farm.starved_since for farm in others if farm.starved_since is not None]
-        if must_yield(self._starved_since, starved):
-            return Held("farms", "another farm on this host waits for its first unit to find room")
         holdings = [*self._holdings(), *(h for farm in others for h in farm.holdings)]
         free_scratch = int(self._host.free_scratch(self._folder) * self._fraction)
         budget = Resources(self._cpus, int(self._total * self._fraction), free_scratch, _DEVICES)
         free = free_resources(budget, holdings, self._host.available_memory(), free_scratch)
+        if must_yield(self._starved_since, (farm.device_since for farm in others)):
+            free = replace(free, devices=0)
         claims = [self._claim(waiting, budget) for waiting in due]
+        self._lacks_device = all(claim.needs.lacks_device(free) for claim in claims)
+        if must_yield(self._starved_since, (farm.starved_since for farm in others)):
+            return Held("farms", "another farm on this host waits for its first unit to find room")
         place = choose(claims, free, self._ahead(), self._passed(due[0]))
         warning = None
         if place is None:
-            if holdings:
+            if holdings or claims[0].needs.lacks_device(free):
                 return self._held(claims[0], free, budget, due[0])
             # Expectations may be wrong, and nothing will ever make more room than there is now.
             place, warning = 0, self._warning(claims[0], free, due[0])
@@ -180,7 +183,7 @@ class LocalAdmission:
         if short == "devices":
             return Held(
                 "devices",
-                f"{head}{name} needs this host's device, and another unit is compiled beside it",
+                f"{head}{name} needs this host's device, which another unit has or is to have first",
             )
         return Held(
             "scratch",
@@ -230,6 +233,11 @@ class LocalAdmission:
 
     def _holdings(self) -> tuple[Holding, ...]:
         return tuple(held.holding for held in self._running.values())
+
+    def _claims(self) -> FarmClaims:
+        if self._lacks_device:
+            return FarmClaims(self._holdings(), device_since=self._starved_since)
+        return FarmClaims(self._holdings(), self._starved_since)
 
     def _state(self, claims: FarmClaims) -> None:
         self._stated = time.monotonic()

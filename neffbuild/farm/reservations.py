@@ -28,10 +28,12 @@ _STALE_SECONDS = 5.0
 @dataclass(frozen=True, slots=True)
 class FarmClaims:
     """What one farm says of itself: the units it runs; or since when it has waited for room for its only
-    one, on the host's monotonic clock."""
+    one, on the host's monotonic clock. One that could start nothing whatever room it had, for want of the
+    device, waits since `device_since` instead: to others' units that need none it is no matter."""
 
     holdings: tuple[Holding, ...] = ()
     starved_since: float | None = None
+    device_since: float | None = None
 
 
 class Reservations:
@@ -63,12 +65,22 @@ class Reservations:
     def write(self, claims: FarmClaims) -> None:
         """State this farm's claims. A disk that is full costs the others' view of them, not the run."""
         temporary = self._document.with_suffix(".new")
-        units = [asdict(holding) for holding in claims.holdings]
+        document = {
+            "starved_since": claims.starved_since,
+            "device_since": claims.device_since,
+            "units": [_unit(holding) for holding in claims.holdings],
+        }
         with contextlib.suppress(OSError):
-            temporary.write_text(
-                json.dumps({"starved_since": claims.starved_since, "units": units})
-            )
+            temporary.write_text(json.dumps(document))
             temporary.rename(self._document)
+
+
+def _unit(holding: Holding) -> dict[str, Any]:
+    unit = asdict(holding)
+    # Farms of versions that know no devices, which may still run, would take nothing of the document.
+    if not holding.needs.devices:
+        del unit["needs"]["devices"]
+    return unit
 
 
 def _locked(descriptor: int) -> bool:
@@ -108,7 +120,9 @@ def _read(path: Path) -> FarmClaims:
         holdings = tuple(
             Holding(**{**unit, "needs": Resources(**unit["needs"])}) for unit in document["units"]
         )
-        since = document["starved_since"]
+        starved_since, device_since = document["starved_since"], document.get("device_since")
     except (OSError, ValueError, KeyError, TypeError):
         return FarmClaims()
-    return FarmClaims(holdings, since if age < _STALE_SECONDS else None)
+    if age >= _STALE_SECONDS:
+        return FarmClaims(holdings)
+    return FarmClaims(holdings, starved_since, device_since)
