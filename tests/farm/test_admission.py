@@ -114,6 +114,13 @@ def test_other_farms_memory_does_not_stop_small_units() -> None:
     assert choose([claim(60), claim(30)], free, [], MOST_PASSES) is None
 
 
+def test_the_wait_for_a_device_stops_no_small_unit_but_the_wait_for_memory_does() -> None:
+    device = Claim(Resources(1, 60, devices=1), 3600)
+    taken, free = Resources(cpus=2, memory=30), Resources(cpus=2, memory=30, devices=1)
+    assert choose([device, device, claim(30)], taken, [], MOST_PASSES) == 2
+    assert choose([device, device, claim(30)], free, [], MOST_PASSES) is None
+
+
 @given(st.lists(holdings, max_size=6), st.integers(0, 200), st.integers(0, 200))
 def test_what_is_admitted_never_exceeds_the_budget_nor_what_is_available(
     held: list[Holding], available: int, scratch: int
@@ -153,7 +160,7 @@ def test_the_floor(total: int, floor: int) -> None:
 
 def test_a_farm_with_units_yields_to_one_that_has_none() -> None:
     assert must_yield(None, [5.0])
-    assert not must_yield(None, [])
+    assert not must_yield(None, [None])
 
 
 @given(st.lists(st.floats(0, 1e9), min_size=1, max_size=5, unique=True))

@@ -136,7 +136,7 @@ def test_what_a_dead_farm_had_reserved_is_free(folder: Path) -> None:
 
 
 def test_claims_of_other_farms_are_seen_while_they_live(folder: Path) -> None:
-    claims = FarmClaims((Holding("a", Resources(1, 2, 3), resident=4),), starved_since=1.5)
+    claims = FarmClaims((Holding("a", Resources(1, 2, 3), resident=4),), 1.5, device_since=2.5)
     with farm_folder() as mine:
         with farm_folder() as other:
             Reservations(other).write(claims)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import farmtools
 import pytest
 
 from neffbuild.config.build import FarmConfig
-from neffbuild.farm.admission import Admitted, Claim, Held, Resources
+from neffbuild.farm.admission import MOST_PASSES, Admitted, Claim, Held, Resources
 from neffbuild.farm.local_admission import LocalAdmission
 from neffbuild.farm.outcomes import Cause
 from neffbuild.farm.schedule import Waiting
@@ -88,8 +89,19 @@ def farm(stack: ExitStack, host: Host, memory: list[int], **fields: object) -> F
     return Farm(admission, executor, waiting)
 
 
+def needs_device(one: Farm, *places: int) -> None:
+    """The waiting units at these places need the host's device, for an hour."""
+    for place in places:
+        waiting = one.waiting[place]
+        needs = replace(waiting.claim.needs, devices=1)
+        one.waiting[place] = replace(waiting, claim=Claim(needs, 3600.0))
+
+
+@pytest.mark.parametrize("devices", [0.0, 0.5])
 @pytest.mark.parametrize("seed", range(8))
-def test_farms_together_stay_within_the_host_and_all_get_done(folder: Path, seed: int) -> None:
+def test_farms_together_stay_within_the_host_and_all_get_done(
+    folder: Path, seed: int, devices: float
+) -> None:
     source = random.Random(seed)
     host = Host()
     with ExitStack() as stack:
@@ -98,6 +110,9 @@ def test_farms_together_stay_within_the_host_and_all_get_done(folder: Path, seed
             farm(stack, host, [source.choice([50, 200, 600, 1500]) for _ in range(count)])
             for count in (12, 5, 1)
         ]
+        for one in farms:
+            places = range(len(one.waiting))
+            needs_device(one, *[place for place in places if source.random() < devices])
         for _ in range(2000):
             one = source.choice(farms)
             if one.running and source.random() < 0.5:
@@ -107,6 +122,7 @@ def test_farms_together_stay_within_the_host_and_all_get_done(folder: Path, seed
             held = [needs for each in farms for needs in each.running.values()]
             total = sum(held, Resources())
             assert total.cpus <= host.cpus
+            assert total.devices <= 1
             assert total.memory <= host.total_memory or len(held) == 1
             if not any(each.waiting or each.running for each in farms):
                 return
@@ -134,6 +150,90 @@ def test_a_farm_without_units_gets_the_next_room(folder: Path) -> None:
         newcomer.end(next(iter(newcomer.running)))
         assert isinstance(newcomer.step(), Held)
         assert isinstance(busy.step(), Admitted)
+
+
+def test_a_farm_that_waits_for_the_device_holds_up_no_unit_that_needs_none(folder: Path) -> None:
+    host = Host()
+    with ExitStack() as stack:
+        has, waits, plain = (farm(stack, host, [10] * 5) for _ in range(3))
+        needs_device(has, 0, 1)
+        needs_device(waits, *range(5))
+        assert isinstance(has.step(), Admitted)
+        first = next(iter(has.running))
+        held = waits.step()
+        assert isinstance(held, Held)
+        assert held.short == "devices"
+        assert isinstance(plain.step(), Admitted)
+        assert isinstance(plain.step(), Admitted)
+        assert isinstance(has.step(), Admitted)
+        has.end(first)
+        # Its next device unit leaves the device to the one that waits, and its others go on.
+        assert has.step() == Admitted(1, Resources(1, 10 * MIB))
+        assert isinstance(waits.step(), Admitted)
+
+
+def test_the_device_is_left_to_the_farm_that_has_waited_for_it_longest(folder: Path) -> None:
+    host = Host()
+    with ExitStack() as stack:
+        has, waits, later = (farm(stack, host, [10]) for _ in range(3))
+        for one in (has, waits, later):
+            needs_device(one, 0)
+        assert isinstance(has.step(), Admitted)
+        assert isinstance(waits.step(), Held)
+        assert isinstance(later.step(), Held)
+        has.end(next(iter(has.running)))
+        # Nothing runs on the host, and still it is not its turn.
+        assert later.step() == Held(
+            "devices",
+            "cores for 8 workers; 0 run: decode_b1_ctx128 needs this host's device, which another unit "
+            "has or is to have first",
+        )
+        assert isinstance(waits.step(), Admitted)
+
+
+def test_a_farm_short_of_memory_is_yielded_to_though_it_waits_for_the_device_too(
+    folder: Path,
+) -> None:
+    host = Host()
+    with ExitStack() as stack:
+        has, waits, plain = (farm(stack, host, sizes) for sizes in ([100], [10, 900], [100] * 3))
+        needs_device(has, 0)
+        needs_device(waits, 0)
+        assert isinstance(has.step(), Admitted)
+        assert isinstance(plain.step(), Admitted)
+        assert isinstance(waits.step(), Held)
+        held = plain.step()
+        assert isinstance(held, Held)
+        assert held.short == "farms"
+        plain.end(next(iter(plain.running)))
+        assert waits.step() == Admitted(1, Resources(1, 900 * MIB))
+
+
+def test_units_pass_one_that_waits_for_the_device_for_as_long_as_it_does(folder: Path) -> None:
+    host = Host()
+    with ExitStack() as stack:
+        has, mixed = farm(stack, host, [10]), farm(stack, host, [10] * 3 * MOST_PASSES)
+        needs_device(has, 0)
+        needs_device(mixed, 0)
+        assert isinstance(has.step(), Admitted)
+        for _ in range(2 * MOST_PASSES):
+            assert mixed.step() == Admitted(1, Resources(1, 10 * MIB))
+            mixed.end(next(iter(mixed.running)))
+        assert isinstance(mixed.step(), Admitted)
+        has.end(next(iter(has.running)))
+        assert mixed.step() == Admitted(0, Resources(1, 10 * MIB, devices=1))
+
+
+def test_a_farm_that_knows_no_devices_can_read_what_holds_none(folder: Path) -> None:
+    with ExitStack() as stack:
+        one = farm(stack, Host(), [10, 10])
+        needs_device(one, 1)
+        one.step()
+        one.step()
+        (document,) = folder.glob("tmp/neffbuild-farms-*/*/farm-*/reservations.json")
+        needs = [unit["needs"] for unit in json.loads(document.read_text())["units"]]
+        plain = {"cpus": 1, "memory": 10 * MIB, "scratch": 0}
+        assert needs == [plain, {**plain, "devices": 1}]
 
 
 def test_memory_that_other_programs_take_is_waited_for_while_something_runs(folder: Path) -> None:
