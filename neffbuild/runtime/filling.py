@@ -142,7 +142,7 @@ _UNSIGNED = {
 }
 
 
-def _check_vocabulary(ids: NDArray[np.integer], vocab_size: int, field: str) -> None:
+def _check_vocabulary(ids: NDArray[np.integer], vocab_size: np.uint32, field: str) -> None:
     unsigned = _UNSIGNED.get(ids.dtype)
     if unsigned is None:
         raise ConfigError(f"{field} are of dtype {ids.dtype}; allowed: integers", field=field)
@@ -151,7 +151,7 @@ def _check_vocabulary(ids: NDArray[np.integer], vocab_size: int, field: str) -> 
     if np.count_nonzero(outside):
         bad = int(ids[outside][0])
         raise ConfigError(
-            f"token id {bad} is not in the vocabulary; allowed: 0 to {vocab_size - 1}",
+            f"token id {bad} is not in the vocabulary; allowed: 0 to {int(vocab_size) - 1}",
             field=field,
             value=bad,
             hint="hand over placeholders as 0, or not at all: a row's own drafts are the first num_drafts",

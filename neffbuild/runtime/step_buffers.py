@@ -99,7 +99,7 @@ class StepBuffers:
     positions: NDArray[np.int64]
     query_lens: NDArray[np.int32]
     queries: NDArray[np.int64]
-    vocab_size: int
+    vocab_size: np.uint32
     reach: int
 
     def place(
@@ -235,6 +235,6 @@ def _buffers(
         positions=inputs.positions.numpy(),
         query_lens=inputs.query_lens.numpy(),
         queries=np.arange(inputs.input_ids.shape[1]),
-        vocab_size=_vocab_size(tensors),
+        vocab_size=np.uint32(_vocab_size(tensors)),  # of NumPy: compared in every step
         reach=shape.context_len - further,
     )
