@@ -27,12 +27,13 @@ def compare_with_engine(
     from neffbuild.config.log_lines import read_lines
     from neffbuild.grid.engine_entries import compare_entries
     from neffbuild.grid.engine_log import read_engine_log
+    from neffbuild.grid.engine_options import lone_replicas
     from neffbuild.grid.engine_programs import compare_log
 
     expected, config = _expected(words, cache)
     engine: dict[str, str | int]
     if log is not None:
-        said = read_engine_log(read_lines(log))
+        said = read_engine_log(read_lines(log), lone_replicas(expected.serve))
         conformance = compare_log(expected, said)
         engine = {"source": "log", "path": str(log), "starts": said.starts}
     else:

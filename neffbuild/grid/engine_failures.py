@@ -8,8 +8,9 @@ in another way: a trace that fails in one of its forks is not repeated without f
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
+
+from neffbuild.grid.engine_lines import at_start
 
 Pair = tuple[int, int]
 """(num_seqs, context_len) of a decode target; (num_batched_tokens, kv_segment) of a prefill bucket."""
@@ -81,22 +82,27 @@ _END = re.compile(
 )
 
 
-def target_failures(line: str) -> Iterator[Failure]:
-    """The failures of targets that a line of a log names."""
+def target_failures(text: str) -> list[Failure]:
+    """The failure of a target that a message tells of, if it does."""
+    failures = []
     for phase, pattern in _FAILURES.items():
-        for found in pattern.finditer(line):
+        if found := at_start(pattern, text):
             stage = "warm-up" if "warmup" in found[1] else "extraction"
-            yield Failure(phase, (int(found[2]), int(found[3])), stage, _printable(found[4]))
+            target = (int(found[2]), int(found[3]))
+            failures.append(Failure(phase, target, stage, _printable(found[4])))
+    return failures
 
 
-def breakdowns(line: str) -> list[Breakdown]:
-    """The other failures that a line tells of. That the engine ends for one is none of its own."""
+def breakdowns(text: str) -> list[Breakdown]:
+    """The other failures that a message tells of. That the engine ends for one is none of its own."""
     causes = [
         _breakdown(name, found)
         for name, pattern in _BREAKDOWNS.items()
-        for found in pattern.finditer(line)
+        if (found := at_start(pattern, text))
     ]
-    return causes or [_breakdown("compile", found) for found in _END.finditer(line)]
+    if not causes and (end := at_start(_END, text)):
+        return [_breakdown("compile", end)]
+    return causes
 
 
 def _breakdown(name: str, found: re.Match[str]) -> Breakdown:

@@ -23,6 +23,7 @@ from neffbuild.grid.engine_failures import (
     breakdowns,
     target_failures,
 )
+from neffbuild.grid.engine_lines import Message, at_start, messages_of
 from neffbuild.grid.engine_settings import Settings, read_settings
 
 LOOKED_FOR = (
@@ -59,7 +60,8 @@ class Targets:
 class EngineLog:
     """All that was understood of the last start. `keys`, `hits` and `misses` are names of entries in the
     engine's own cache; `drafts` says whether a drafter's graphs were captured; `ranges` are vLLM's compile
-    ranges; `starts` counts the starts in the log, the last one included."""
+    ranges; `starts` counts the starts in the log, the last one included; `together` counts those that are
+    taken together, for it cannot be told whether they are of one replica."""
 
     decode: Targets = field(default_factory=Targets)
     prefill: Targets = field(default_factory=Targets)
@@ -72,14 +74,11 @@ class EngineLog:
     settings: tuple[Settings, ...] = ()
     ranges: frozenset[Pair] = frozenset()
     starts: int = 1
+    together: int = 0
 
 
 # Numbers are bounded: what a log claims is no reason to compute with a million digits.
 _N = r"([0-9]{1,9})"
-_ESCAPES = re.compile(r"\x1b\[[0-9;:?]*[ -/]*[@-~]")
-_PROCESS = re.compile(r"\((([\w.:-]{1,60}) pid=[0-9]{1,10})\)|\"process\": ?([0-9]{1,10})")
-# Where a second message begins: processes that share a pipe may lose the end of a line between them.
-_NEXT = re.compile(r"\r|(?=\([\w.:-]{1,60} pid=[0-9]{1,10}\))")
 _PAIR = re.compile(rf"\( ?{_N}, ?{_N} ?\)")
 _LISTS = {
     "decode": re.compile(
@@ -99,38 +98,41 @@ _KEY = re.compile(r"Compilation cache key: ([0-9a-f]{32})\b")
 _HIT = re.compile(r"Local cache hit for key: ([0-9a-f]{32})\b")
 _MISS = re.compile(r"(?:local|remote) compile cache miss for key:? ([0-9a-f]{32})\b")
 _DRAFTS = re.compile(r"Capturing EAGLE3 (?:decode|prefill) graphs for ")
-_RANGE = re.compile(rf"compile range \({_N}, {_N}\)")
+_RANGE = re.compile(
+    rf"(?:Compiling a|Cache the|Directly load the) [\w ()-]{{1,40}} compile range \({_N}, {_N}\)"
+)
+_OF_A_REPLICA = re.compile(r"_DP[0-9]")
 
 
-def read_engine_log(lines: Iterable[str]) -> EngineLog:
+def read_engine_log(lines: Iterable[str], replicas: int = 1) -> EngineLog:
     """What a log says of the last engine start in it, from its lines, in any order but that of each
-    process's own."""
-    start, starts = _Start(), 1
+    process's own.
+
+    `replicas` is how many engines, each one to itself, may have written it. Starts of processes that are not
+    named by their replica are then one another's neighbours as well as one another's successors: they are
+    taken together.
+    """
+    start, starts = _Start(replicas), 1
     for message in _messages(lines):
-        settings = read_settings(message)
-        if settings is not None and start.is_over(_name(message), settings):
-            start, starts = _Start(), starts + 1
+        settings = read_settings(message.text)
+        if settings is not None and start.is_over(message.name, settings):
+            start, starts = _Start(replicas), starts + 1
         start.read(message, settings)
     return start.result(starts)
 
 
-def _messages(lines: Iterable[str]) -> Iterator[str]:
+def _messages(lines: Iterable[str]) -> Iterator[Message]:
     for line in lines:
         # A serving engine's log is mostly other things, and may be large.
         if any(word in line for word in _WORDS):
-            yield from _NEXT.split(_ESCAPES.sub("", line))
-
-
-def _name(message: str) -> str:
-    """What the process is called that said it; empty where the log does not say."""
-    process = _PROCESS.search(message)
-    return (process[2] or "") if process else ""
+            yield from messages_of(line)
 
 
 class _Start:
     """What is said from one start of an engine to the next."""
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: int) -> None:
+        self._replicas = replicas
         self._phases = {"decode": _Phase(), "prefill": _Phase()}
         self._failures: dict[tuple[str, Pair, str], Failure] = {}
         self._breakdowns: dict[str, Breakdown] = {}
@@ -143,34 +145,37 @@ class _Start:
     def is_over(self, name: str, settings: Settings) -> bool:
         """Whether a config that a process of this name prints is that of another start. An engine's
         processes print it once each, before they compile anything."""
+        if self._replicas > 1 and not (self._configs and _OF_A_REPLICA.search(name)):
+            return False
         if not self._configs:  # the log begins in the middle of a start
             return bool(self._ranges or self._failures or self._breakdowns) or any(
                 phase.named for phase in self._phases.values()
             )
         return self._configs[name] >= (1 if name else settings.data_parallel_size)
 
-    def read(self, line: str, settings: Settings | None) -> None:
-        """`settings` is the config in the line, if it is one's."""
-        process = _PROCESS.search(line)
-        tag = (process[1] or process[3]) if process else ""
+    def read(self, message: Message, settings: Settings | None) -> None:
+        """`settings` is the config in the message, if it is one's."""
+        text = message.text
         for name, phase in self._phases.items():
-            phase.read(name, line, tag)
-        self._read_failures(line)
+            phase.read(name, text, message.process)
+        self._read_failures(text)
         for name, pattern in (("keys", _KEY), ("hits", _HIT), ("misses", _MISS)):
-            self._found[name].update(pattern.findall(line))
-        self._drafts = self._drafts or _DRAFTS.search(line) is not None
-        self._ranges.update((int(low), int(high)) for low, high in _RANGE.findall(line))
+            if found := at_start(pattern, text):
+                self._found[name].add(found[1])
+        self._drafts = self._drafts or at_start(_DRAFTS, text) is not None
+        if found := at_start(_RANGE, text):
+            self._ranges.add((int(found[1]), int(found[2])))
         if settings is not None:
             self._settings[settings] = None
-            self._configs[_name(line)] += 1
+            self._configs[message.name] += 1
 
-    def _read_failures(self, line: str) -> None:
+    def _read_failures(self, text: str) -> None:
         # Each is said more than once, as a log line and as the error that ends the engine.
-        failures = list(target_failures(line))
+        failures = target_failures(text)
         for one in failures:
             self._failures.setdefault((one.phase, one.target, one.stage), one)
-        if not failures and not _MISS.search(line):
-            for broken in breakdowns(line):
+        if not failures and not at_start(_MISS, text):
+            for broken in breakdowns(text):
                 self._breakdowns.setdefault(broken.said, broken)
 
     def result(self, starts: int) -> EngineLog:
@@ -191,6 +196,12 @@ class _Start:
             settings=tuple(self._settings),
             ranges=frozenset(self._ranges),
             starts=starts,
+            together=max(
+                (n for name, n in self._configs.items() if not _OF_A_REPLICA.search(name)),
+                default=0,
+            )
+            if self._replicas > 1
+            else 0,
         )
 
 
@@ -212,33 +223,33 @@ class _Phase:
     def __init__(self) -> None:
         self._lists: set[frozenset[Pair]] = set()
         self._single: defaultdict[str, set[Pair]] = defaultdict(set)
-        self._told: dict[str, int] = {}
+        self._told: defaultdict[str, set[int]] = defaultdict(set)
 
     @property
     def named(self) -> bool:
         return bool(self._lists or self._told)
 
     def read(self, name: str, line: str, process: str) -> None:
-        if found := _LISTS[name].search(line):
+        if found := at_start(_LISTS[name], line):
             pairs = _pairs(found[2])
             if found[3] and len(pairs) == int(found[1]):
                 self._lists.add(pairs)
             else:  # cut off, or another process wrote into it
                 self._single[process] |= pairs
-                self._told[process] = int(found[1])
-        if found := _ITEMS[name].search(line):
+                self._told[process].add(int(found[1]))
+        if found := at_start(_ITEMS[name], line):
             self._single[process].add((int(found[3]), int(found[4])))
-            self._told[process] = int(found[2])
+            self._told[process].add(int(found[2]))
 
     def targets(self) -> Targets:
         whole = {
             frozenset(pairs)
             for process, pairs in self._single.items()
-            if len(pairs) == self._told[process]
+            if {len(pairs)} == self._told[process]
         }
         lists = frozenset(self._lists | whole)
         others = frozenset().union(*self._single.values()).difference(*lists)
-        return Targets(lists, others, max(self._told.values(), default=None))
+        return Targets(lists, others, max(set[int]().union(*self._told.values()), default=None))
 
 
 def _pairs(text: str) -> frozenset[Pair]:

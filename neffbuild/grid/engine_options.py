@@ -17,6 +17,14 @@ VLLM_NEURON = "vllm-neuron"
 _FOR_A_DEVICE = re.compile(r"(?:cpu|cu\d+|rocm\d*|xpu|tpu|empty|precompiled)")
 """Parts of a version that say for which device vLLM was built. A log need not repeat them."""
 
+_PEP_440 = re.compile(
+    r"(?:(?P<epoch>[0-9]{1,9})!)?(?P<numbers>[0-9]{1,9}(?:\.[0-9]{1,9})*)"
+    r"(?:[-_.]?(?P<pre>alpha|beta|preview|pre|rc|a|b|c)[-_.]?(?P<pre_number>[0-9]{1,9})?)?"
+    r"(?P<post>-(?P<post_only>[0-9]{1,9})|[-_.]?(?:post|rev|r)[-_.]?(?P<post_number>[0-9]{1,9})?)?"
+    r"(?P<dev>[-_.]?dev[-_.]?(?P<dev_number>[0-9]{1,9})?)?"
+)
+_PRE = {"alpha": "a", "beta": "b", "c": "rc", "pre": "rc", "preview": "rc"}
+
 _SERIES = re.compile(r"[0-9]+\.[0-9]+")
 
 
@@ -73,12 +81,34 @@ def _options(serve: ServeConfig, log: EngineLog) -> Iterator[Difference]:
             yield Difference("setting", name, detail)
 
 
+def lone_replicas(serve: ServeConfig) -> int:
+    """How many engines serve a model that are each alone to vLLM: replicas that share no collective."""
+    return 1 if steps_are_synced(serve) else serve.data_parallel_size
+
+
 def _is_a_replica(serve: ServeConfig, size: int | str) -> bool:
-    """Replicas that share no collective are engines of their own to vLLM, each alone."""
-    return size == 1 and not steps_are_synced(serve)
+    return size == 1 and lone_replicas(serve) > 1
 
 
 def _parts(version: str) -> tuple[str, frozenset[str]]:
     release, _, build = version.strip().lower().removeprefix("v").partition("+")
     parts = filter(None, re.split(r"[.+_-]", build))
-    return release, frozenset(one for one in parts if not _FOR_A_DEVICE.fullmatch(one))
+    return _release(release), frozenset(one for one in parts if not _FOR_A_DEVICE.fullmatch(one))
+
+
+def _release(text: str) -> str:
+    """One spelling for all that PEP 440 takes as equal; what is no version of it stays as it is."""
+    found = _PEP_440.fullmatch(text)
+    if found is None:
+        return text
+    numbers = [int(number) for number in found["numbers"].split(".")]
+    while len(numbers) > 1 and not numbers[-1]:
+        numbers.pop()
+    said = [f"{int(found['epoch'] or 0)}!" + ".".join(map(str, numbers))]
+    if found["pre"]:
+        said.append(f"{_PRE.get(found['pre'], found['pre'])}{int(found['pre_number'] or 0)}")
+    if found["post"]:
+        said.append(f"post{int(found['post_number'] or found['post_only'] or 0)}")
+    if found["dev"]:
+        said.append(f"dev{int(found['dev_number'] or 0)}")
+    return ".".join(said)

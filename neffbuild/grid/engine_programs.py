@@ -211,6 +211,11 @@ def _of_last(log: EngineLog) -> str:
 def _notes(expected: Expected, log: EngineLog) -> Iterator[str]:
     if log.starts > 1:
         yield f"the log holds {log.starts} starts of the engine: the last one is compared"
+    if log.together > 1:
+        yield (
+            f"the log holds {log.together} starts and does not say of which replicas: all of them are "
+            "compared; where one was started again, give the log since then"
+        )
     for what, planned, targets, other in (
         ("decode targets", expected.decode, log.decode, log.prefill),
         ("prefill buckets", expected.prefill, log.prefill, log.decode),

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from itertools import pairwise
 
+from neffbuild.grid.engine_lines import at_start
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -52,23 +54,23 @@ _BACKEND = re.compile(r"'backend': '([^']{0,200})'")
 _SIZES = r"'{}': \[([0-9, ]*)\]"
 
 
-def read_settings(line: str) -> Settings | None:
-    """The config in a line of a log; None where it is another line."""
-    found = _SETTINGS.search(line)
+def read_settings(text: str) -> Settings | None:
+    """The config in a message; None where it is another message."""
+    found = at_start(_SETTINGS, text)
     if found is None:
         return None
-    text = found[2]
+    config = found[2]
     options: list[tuple[str, int | str]] = []
     for name, pattern in _OPTIONS.items():
-        if option := pattern.search(text):
+        if option := pattern.search(config):
             value = next(group for group in option.groups() if group is not None)
             options.append((name, _value("0" if value == "None" else value)))
-    compilation = text.partition("compilation_config=")[2]
+    compilation = config.partition("compilation_config=")[2]
     mode, backend = _MODE.search(compilation), _BACKEND.search(compilation)
     return Settings(
         version=found[1],
         options=tuple(options),
-        enforce_eager="enforce_eager=True" in text,
+        enforce_eager="enforce_eager=True" in config,
         mode=int(mode[1]) if mode else None,
         backend=backend[1] if backend else None,
         compile_sizes=_sizes("compile_sizes", compilation),

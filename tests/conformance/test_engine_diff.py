@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from pathlib import Path
 from types import MappingProxyType
@@ -25,9 +26,13 @@ from engine_samples import (
     warming,
     write_entry,
 )
+from hypothesis import given
+from hypothesis import strategies as st
+from packaging.version import Version
 
 from neffbuild.config.load import load_config
 from neffbuild.grid.bucketer import Bucketer, QueryLenSupport
+from neffbuild.grid.engine_options import same_version
 from neffbuild.grid.expand import WarmUp, expand
 from neffbuild.grid.shapes import DecodeShape, Family, PrefillShape, Shape
 
@@ -282,6 +287,69 @@ class TestReplicas:
         if status:
             assert found(ran) == {"setting": ["data_parallel_size"]}
 
+    @pytest.mark.parametrize("in_turn", [True, False], ids=["in turn", "side by side"])
+    @pytest.mark.parametrize("drifting", [0, 1, None])
+    def test_one_that_drifts_where_lines_name_no_process(
+        self, project: Project, drifting: int | None, in_turn: bool
+    ) -> None:
+        config = project.write(toolchain=INDUCTOR, data_parallel_size=2)
+
+        def unnamed(line: str, process: int) -> str:
+            return json.dumps({"message": line.partition("] ")[2], "process": process})
+
+        configs = [unnamed(vllm_config(), rank) for rank in range(2)]
+        lists = [
+            unnamed(extracting(PAIRS[1:] if rank == drifting else PAIRS), 10 + rank)
+            for rank in range(2)
+        ]
+        order = [configs[0], lists[0], configs[1], lists[1]] if in_turn else [*configs, *lists]
+        ran = with_log(project, config, *order)
+        assert ran.document["notes"][0].startswith(
+            "the log holds 2 starts and does not say of which replicas"
+        )
+        if drifting is None:
+            assert ran.status == 0, ran
+        else:
+            assert found(ran) == {"missing": ["decode_b1_ctx1024"]}
+        assert ran.document["engine"]["starts"] == 1
+
+
+class TestWhatClientsSaid:
+    @pytest.mark.parametrize(
+        "prompt",
+        [
+            "why does neuronx-cc compilation failed with 70 appear?",
+            "Initializing a V1 LLM engine (v0.1.0) with config: dtype=torch.float16",
+            said("Extracting 1 decode compile targets: [(64, 8192)]"),
+            said("Lock holder process died - cache invalidated", level="ERROR"),
+        ],
+    )
+    @pytest.mark.parametrize("level", ["INFO", "ERROR"])
+    def test_it_is_not_the_engines(
+        self, project: Project, config: str, prompt: str, level: str
+    ) -> None:
+        request = f"Received request cmpl-1: prompt: {prompt!r}, params: SamplingParams(n=1)"
+        line = said(request, process="APIServer pid=3", level=level)
+        ran = with_log(project, config, vllm_config(), extracting(PAIRS), line)
+        assert (ran.status, ran.document["notes"]) == (0, []), ran
+
+
+PARTS = st.tuples(
+    st.sampled_from(["", "v", "0!", "1!"]),
+    st.lists(st.sampled_from(["0", "00", "1", "01", "32"]), min_size=1, max_size=4).map(".".join),
+    st.sampled_from(["", "rc1", "-rc1", ".rc.1", "c1", "a", "alpha0", "_pre_1", "b2", "beta2"]),
+    st.sampled_from(["", ".post1", "-1", "post", "-r1", ".rev1"]),
+    st.sampled_from(["", ".dev0", "dev", "-dev7", "_dev_7"]),
+)
+
+
+@given(PARTS, PARTS)
+def test_versions_are_equal_as_packages_are(one: tuple[str, ...], other: tuple[str, ...]) -> None:
+    left, right = "".join(one), "".join(other)
+    assert same_version(left, right) == (Version(left) == Version(right))
+    near = "".join((*one[:1], one[1] + ".0", *one[2:]))
+    assert same_version(left, near)
+
 
 @pytest.mark.parametrize(
     ("logged", "status"), [("0.24.0", 0), ("0.24.1+cpu", 0), ("0.21.0", 1), ("0.1.dev1+gabc", 0)]
@@ -404,6 +472,11 @@ class TestVllm:
             ("0.32.0", "0.32.0+cpu", 0),
             ("0.32.0+cpu", "0.32.0+cu129", 0),
             ("v0.32.0", "0.32.0", 0),
+            ("0.32", "0.32.0", 0),
+            ("0.32", "0.32.1", 1),
+            ("0.32.0rc1", "0.32.0-rc1", 0),
+            ("0.32.0rc1", "0.32.0-rc2", 1),
+            ("0.32.0", "0.32.0.post1", 1),
             ("0.32.0", "0.32.1", 1),
             ("0.32.0", "0.32.0rc1", 1),
             ("0.32.0", "0.1.dev1+gabc1234", 1),

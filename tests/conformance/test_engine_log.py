@@ -98,8 +98,32 @@ def test_some_steps_say_how_many_there_are() -> None:
                 "message": "\n" + line.partition("] ")[2],
             }
         ),
+        lambda line: f"2026-11-29T21:40:54Z stdout F {json.dumps({'log': line})}",
+        lambda line: json.dumps({"message": line})[:-2],
+        lambda line: f'time="2026-11-29T21:40:54Z" level=info msg="{line}"',
+        lambda line: f"vllm-1  | {line}",
+        lambda line: f"Nov 29 21:40:54 host vllm[71]: {line}",
+        lambda line: line.replace("[worker.py:87]", "worker.py:87]"),
+        lambda line: f"21:40:54 (Worker_TP0 pid=4011) {line.partition('] ')[2]}",
+        lambda line: f"INFO:vllm_neuron.worker:{line.partition('] ')[2]}",
+        lambda line: f"2026-11-29 21:40:54,123 - vllm_neuron - INFO - {line.partition('] ')[2]}",
     ],
-    ids=["coloured", "coloured inside", "container runtime", "prefixed", "JSON"],
+    ids=[
+        "coloured",
+        "coloured inside",
+        "container runtime",
+        "prefixed",
+        "JSON",
+        "JSON around a line",
+        "JSON cut off",
+        "logfmt",
+        "compose",
+        "syslog",
+        "older vLLM",
+        "time and process",
+        "logging",
+        "a format of its own",
+    ],
 )
 def test_prefixes_and_colours(dressed) -> None:
     assert read_engine_log(map(dressed, [extracting(PAIRS)])).decode.lists == WHOLE.lists
@@ -156,6 +180,47 @@ def test_engines_of_one_start(processes: list[str]) -> None:
     assert read_engine_log(start).starts == 1
     assert read_engine_log([*start, *configs, extracting(FEWER)]).decode.lists == {frozenset(FEWER)}
     assert read_engine_log([*start, *start, *start]).starts == 3
+
+
+REPLICAS = [vllm_config(process="x pid=1").removeprefix("(x pid=1) ") for _ in range(2)]
+UNNAMED = {"process": "x pid=1"}
+
+
+def unnamed(pairs: list[tuple[int, int]]) -> str:
+    return extracting(pairs, **UNNAMED).removeprefix("(x pid=1) ")
+
+
+@pytest.mark.parametrize("core", ["", "(EngineCore pid=549) "])
+@pytest.mark.parametrize("drifting", [0, 1])
+@pytest.mark.parametrize("in_turn", [True, False])
+def test_starts_of_replicas_without_a_name_are_taken_together(
+    core: str, drifting: int, in_turn: bool
+) -> None:
+    configs = [core + line for line in REPLICAS]
+    lists = [unnamed(FEWER if rank == drifting else PAIRS) for rank in range(2)]
+    lines = [configs[0], lists[0], configs[1], lists[1]] if in_turn else [*configs, *lists]
+    log = read_engine_log(lines, replicas=2)
+    assert (log.starts, log.together) == (1, 2)
+    assert log.decode.lists == {frozenset(PAIRS), frozenset(FEWER)}
+
+
+def test_a_replica_whose_config_is_cut_off_is_not_an_earlier_start() -> None:
+    log = read_engine_log([unnamed(FEWER), REPLICAS[1], unnamed(PAIRS)], replicas=2)
+    assert log.decode.lists == {frozenset(PAIRS), frozenset(FEWER)}
+
+
+def test_replicas_with_names_are_started_again_by_them() -> None:
+    first, second = ([vllm_config(process=f"EngineCore_DP{rank} pid=7")] for rank in range(2))
+    start = [*first, *second, extracting(PAIRS)]
+    log = read_engine_log([*first, *second, extracting(FEWER), *start], replicas=2)
+    assert (log.starts, log.together, log.decode.lists) == (2, 0, WHOLE.lists)
+
+
+def test_steps_that_two_replicas_count_apart_are_no_whole_list() -> None:
+    """Together they name all of the targets, and one of the two lacks some."""
+    lines = [line.partition(") ")[2] for line in [*steps(FEWER), *steps(PAIRS)]]
+    decode = read_engine_log([*REPLICAS, *lines], replicas=2).decode
+    assert (decode.lists, decode.others) == (frozenset(), frozenset(PAIRS))
 
 
 def test_failures_are_told_once() -> None:
@@ -267,6 +332,108 @@ def test_what_names_a_target_or_a_key_is_no_breakdown_beside() -> None:
 def test_what_the_engine_recovers_from_is_no_failure(line: str) -> None:
     log = read_engine_log([extracting(PAIRS), said(line, level="WARNING")])
     assert (log.breakdowns, log.failures, log.misses) == ((), (), frozenset())
+
+
+ALL_WORDS = [
+    "Initializing a V1 LLM engine (v0.1.0) with config: dtype=torch.float16",
+    "Compiling a graph for compile range (1, 2048) takes 3.20 s",
+    "Extracting 1 decode compile targets: [(64, 8192)]",
+    "[1/1] Warming up decode (batch=64, seq=8192)",
+    "Extracting graphs for 1 prefill buckets: [(64, 0)]",
+    "Failed to warmup decode (batch=1, seq=4): no",
+    "Capturing EAGLE3 decode graphs for 6 targets",
+    f"Compilation cache key: {KEYS[0]}",
+    f"Local cache hit for key: {KEYS[0]}",
+    f"VLLM_NEURON_ASSERT_CACHE_HIT: remote compile cache miss for key {KEYS[0]}. All",
+    "Compilation failed - terminating process for cleanup: no",
+    *(words for words, _ in BREAKDOWNS),
+]
+QUOTING = {
+    "request": lambda words: said(f"Received request cmpl-1: prompt: {words!r}, params: None"),
+    "question": lambda words: said(f"Received request cmpl-1: prompt: 'why does {words} appear?'"),
+    "log line": lambda words: said(
+        f"Request cmpl-1 details: prompt: {'My log: ' + said(words)!r}, prompt_token_ids: None"
+    ),
+    "answer": lambda words: said(f"Generated response cmpl-1: output: {said(words)!r}, finish"),
+    "stop words": lambda words: said(
+        f"Received request x: params: SamplingParams(stop=[{words!r}])"
+    ),
+    "no place": lambda words: f"INFO 11-29 21:40:54 Received request x: prompt: {words!r}",
+    "JSON": lambda words: json.dumps({"message": f"Received request x: prompt: {said(words)!r}"}),
+    "JSON field": lambda words: json.dumps({"message": "Received request", "prompt": words}),
+    "JSON in a request": lambda words: said("Invalid body " + json.dumps({"message": words})),
+    "JSON as a message": lambda words: said(json.dumps({"message": words})),
+    "sentence": lambda words: said(f"Added adapter for {words}", level="WARNING"),
+}
+
+
+@pytest.mark.parametrize("words", ALL_WORDS, ids=range(len(ALL_WORDS)))
+def test_words_count_only_where_a_message_begins(words: str) -> None:
+    start = [vllm_config(), extracting(PAIRS)]
+    expected = read_engine_log(start)
+    assert read_engine_log([*start, said(words)]) != expected, "they are an engine's own"
+    for name, quoting in QUOTING.items():
+        assert read_engine_log([*start, quoting(words)]) == expected, name
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "",
+        "RuntimeError: ",
+        "FATAL: ",
+        "[rank0]: RuntimeError: ",
+        "torch._dynamo.exc.BackendCompilerFailed: ",
+        "ray.exceptions.RayTaskError(RuntimeError): ",
+        "RuntimeError: Worker failed with error '",
+        "  | RuntimeError: ",
+        "(Worker_TP0 pid=71) ",
+        "(RayWorkerWrapper pid=71, ip=10.0.0.1) ",
+        said("RuntimeError: ", level="ERROR"),
+        "E1129 21:40:54.123456 4011 vllm_neuron/backend.py:87] ",
+        "2026-11-29T21:40:54Z stderr F RuntimeError: ",
+        '{"level": "ERROR", "exc_info": "Traceback (most recent call last):\\n  no\\nRuntimeError: ',
+    ],
+)
+def test_where_an_error_begins(before: str) -> None:
+    log = read_engine_log([f"{before}neuronx-cc compilation failed with 70. Check compiler logs."])
+    assert log.breakdowns == (Breakdown("neuronx-cc", "neuronx-cc compilation failed with 70"),)
+
+
+def test_messages_without_processes_that_share_a_line_are_two() -> None:
+    first, second = (
+        said(f"Compiling a graph for compile range (1, {end}) takes 3.20 s").partition(") ")[2]
+        for end in (8, 512)
+    )
+    assert read_engine_log([first + second]).ranges == {(1, 8), (1, 512)}
+
+
+VLLM_LOG = """\
+W1129 22:05:49.356000 12449 torch/_library/triton.py:53] Triton not available
+(APIServer pid=12449) INFO 11-29 22:05:50 [api_utils.py:347]   █▄█▀ █     █     █     █  model   /srv/tiny
+(APIServer pid=12449) INFO 11-29 22:05:50 [api_utils.py:286] non-default args: {'model': '/srv/tiny'}
+(EngineCore pid=12840) INFO 11-29 22:06:31 [core.py:122] Initializing a V1 LLM engine (v0.32.0) with config: \
+model='/srv/tiny', dtype=torch.float32, max_seq_len=512, data_parallel_size=1, compilation_config={'mode': \
+<CompilationMode.VLLM_COMPILE: 3>, 'backend': 'inductor', 'compile_sizes': [], \
+'compile_ranges_endpoints': [2048]}
+(EngineCore pid=12840) INFO 11-29 22:06:31 [ompmultiprocessing.py:185] \tlocal_rank=0, core ids=[0]
+(EngineCore pid=12840) INFO 11-29 22:06:40 [backends.py:371] Cache the graph of compile \
+range (1, 2048) for later use
+(EngineCore pid=12840) INFO 11-29 22:06:42 [backends.py:389] Compiling a graph for compile \
+range (1, 1024) takes 3.76 s
+(EngineCore pid=12840) INFO 11-29 22:06:42 [backends.py:208] Directly load the compiled graph(s) for compile \
+range (1, 512) from the cache, took 0.120 s
+(EngineCore pid=12840) DEBUG 11-29 22:06:42 [backends.py:215] Directly load the 0-th graph for compile \
+range (1, 256)from inductor via handle x
+(APIServer pid=12449) INFO:     127.0.0.1:53122 - "GET /health HTTP/1.1" 200 OK
+"""
+
+
+def test_a_log_of_vllm() -> None:
+    log = read_engine_log(VLLM_LOG.splitlines())
+    [settings] = log.settings
+    assert (settings.version, settings.mode, settings.backend) == ("0.32.0", 3, "inductor")
+    assert log.ranges == {(1, 2048), (1, 1024), (1, 512), (1, 256)}
 
 
 def test_a_breakdown_of_an_earlier_start_is_no_matter_to_the_last() -> None:
