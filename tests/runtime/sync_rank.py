@@ -132,8 +132,11 @@ def main(
     last = rank == ranks - 1
     bucketer = bucketer_of(config, verify)
     faults = (dies_at, leaves_out) if last else (None, None)
-    document = run(bucketer, sync, rank, ranks, steps, *faults)
-    dist.destroy_process_group()
+    try:
+        document = run(bucketer, sync, rank, ranks, steps, *faults)
+    finally:
+        # Left to the interpreter's end, gloo may abort the process when a peer closes first.
+        dist.destroy_process_group()
     json.dump(document, sys.stdout)
 
 
