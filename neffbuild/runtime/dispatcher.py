@@ -25,7 +25,7 @@ from neffbuild.grid.select import (
     verified_drafts,
 )
 from neffbuild.grid.shapes import DecodeShape, Family
-from neffbuild.grid.step import Rows, Step, by_column, is_decode_row
+from neffbuild.grid.step import Rows, Step, by_column
 from neffbuild.models.decode import named_inputs
 from neffbuild.runtime.batch import DecodeBatch, DraftBatch, StepResult
 from neffbuild.runtime.filling import fill_draft, fill_target
@@ -138,15 +138,17 @@ class Dispatcher:
             raise _holds_prefill()
         verified = verified_drafts(self._bucketer, step, shapes)
         if prepared is not None:
-            self._check_prepared(shapes.target, rows, verified)
+            self._check_prepared(shapes.target, step, rows, verified)
         program = self._program_for(shapes.target)
         fill_target(program.buffers, batch, rows, None if self._uniform else verified)
         outputs = _named_outputs(program, len(rows))
         self._observe(shapes.target, len(rows))
         return StepResult(shapes, verified, outputs)
 
-    def _check_prepared(self, target: DecodeShape, rows: Rows, verified: Sequence[int]) -> None:
-        if not all(map(is_decode_row, rows)):
+    def _check_prepared(
+        self, target: DecodeShape, step: Step, rows: Rows, verified: Sequence[int]
+    ) -> None:
+        if step_state(self._bucketer, step).holds_prefill:
             raise _holds_prefill()
         drafts = [target.query_len - 1] * len(rows) if self._uniform else verified
         needs = [
